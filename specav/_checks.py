@@ -36,9 +36,7 @@ def shaped(dims: dict[str, Any], name: str, value: Any, spec: str, kind: str) ->
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name}: expected an array [{_show(spec, dims)}], got {type(value).__name__}"
-        ) from error
+        raise TypeError(f"{name}: expected an array [{_show(spec, dims)}], got {type(value).__name__}") from error
     dtype, words = _KINDS[kind]
     if not jnp.issubdtype(array.dtype, dtype) or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: expected {words}, got {array.dtype}")
