@@ -1,0 +1,1 @@
+"""Real text, real models and the jobs that make the project's tables; not part of the installed library."""
