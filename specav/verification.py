@@ -157,13 +157,13 @@ def speculative_verify(
     purpose = jnp.where(rejected, randomness.RESIDUAL, randomness.BONUS)
     added_keys = randomness.verdict_keys(keys, positions + row, purpose)
     added = jax.vmap(randomness.categorical)(added_keys, weights)
-    num_emitted = num_accepted + (rejected | has_bonus)
+    num_emitted = num_accepted + (rejected | has_bonus).astype(jnp.int32)
 
     slots = jnp.broadcast_to(jnp.arange(width + 1, dtype=jnp.int32), (batch, width + 1))
     padded = jnp.concatenate([draft_tokens, jnp.full((batch, 1), -1, jnp.int32)], axis=1)
     tokens = jnp.where(slots < num_accepted[:, None], padded, added[:, None])
     tokens = jnp.where(slots < num_emitted[:, None], tokens, -1)
-    return VerifyResult(tokens, num_emitted.astype(jnp.int32), num_accepted, num_tested)
+    return VerifyResult(tokens, num_emitted, num_accepted, num_tested)
 
 
 def acceptance_probabilities(
