@@ -1,0 +1,6 @@
+"""Online acceptance estimators: calibrated probabilities that a draft will be accepted, learned while decoding."""
+
+from specav.estimators.base import AcceptanceEstimator, LogisticState, RefitInfo
+from specav.estimators.vllm import vllm_online
+
+__all__ = ["AcceptanceEstimator", "LogisticState", "RefitInfo", "vllm_online"]
