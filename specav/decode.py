@@ -325,7 +325,7 @@ def decoder(
             first_eos = jnp.min(jnp.where(result.tokens == eos_token, slots, width + 1), axis=1)
             num_committed = jnp.minimum(num_committed, first_eos + 1)
         num_committed = jnp.where(active, num_committed, 0)
-        labels = verification_labels(result.num_accepted, result.num_tested, width, num_labelled=num_committed + 0)
+        labels = verification_labels(result.num_accepted, result.num_tested, width, num_labelled=num_committed)
         ended = state.positions + num_committed >= state.limits
         if eos_token is not None:
             ended = ended | (first_eos < result.num_emitted)

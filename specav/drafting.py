@@ -17,7 +17,7 @@ Both models hold at most the committed tokens but the last, which is fed again w
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from specav._checks import static_int
 
 
+@runtime_checkable
 class Model(Protocol):
     """A language model as a pure function; see the module's docstring for what it must satisfy."""
 
