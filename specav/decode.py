@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specav import policies, randomness
+from specav import policies, randomness, statistics
 from specav._checks import one_of, shaped, static_int
-from specav.drafting import DraftContext, Drafter, Model
+from specav.drafting import DraftContext, Drafter, Model, features_of_drafts
 from specav.estimators.base import AcceptanceEstimator
-from specav.features import DraftFeatures, draft_features, stack_features
+from specav.features import DraftFeatures, stack_features
 from specav.labels import Labels, verification_labels
 from specav.policies import Policy, PolicyInputs
 from specav.sampling import SamplingParams, process_logits, sample
@@ -30,29 +30,6 @@ from specav.verification import (
     carry_over,
     speculative_verify,
 )
-
-
-class Statistics(NamedTuple):
-    """Counts since the start.
-
-    Attributes:
-      rounds: int32 [B], rounds in which the request was active.
-      emitted, drafted, verified, tested, accepted: int32 [B], tokens. Drafts count where they were drawn.
-      impossible: int32 [B], tested drafts of draft probability 0 (a fault of the drafter; should be 0).
-      verified_at, observed_at, accepted_at: int32 [K], per draft depth: drafts fed to the target, labels
-        (tested, all earlier ones accepted), and accepted among these.
-    """
-
-    rounds: Int[Array, " B"]
-    emitted: Int[Array, " B"]
-    drafted: Int[Array, " B"]
-    verified: Int[Array, " B"]
-    tested: Int[Array, " B"]
-    accepted: Int[Array, " B"]
-    impossible: Int[Array, " B"]
-    verified_at: Int[Array, " K"]
-    observed_at: Int[Array, " K"]
-    accepted_at: Int[Array, " K"]
 
 
 class DecodeState(NamedTuple):
@@ -81,7 +58,7 @@ class DecodeState(NamedTuple):
     drafter: Any
     estimator: Any
     policy: Any
-    statistics: Statistics
+    statistics: statistics.Statistics
 
 
 class RoundInfo(NamedTuple):
@@ -277,7 +254,7 @@ def decoder(
             drafter=drafter_state,
             estimator=_initial(estimator, estimator_state),
             policy=policy.init() if policy_state is None else policy_state,
-            statistics=_no_counts(batch, width),
+            statistics=statistics.init(batch, width),
         )
         if not deferred:
             return state
@@ -346,7 +323,7 @@ def decoder(
 
         where = jnp.where(slots < num_committed[:, None], state.positions[:, None] + slots, state.tokens.shape[1])
         tokens = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(state.tokens, where, result.tokens)
-        acceptance_probs = acceptance_probabilities(block.tokens, block.logits, logits, block.num_drafts)
+        true_acceptance = acceptance_probabilities(block.tokens, block.logits, logits, block.num_drafts)
         info = RoundInfo(
             active=active,
             positions=state.positions,
@@ -358,10 +335,20 @@ def decoder(
             result=result,
             num_committed=num_committed,
             labels=labels,
-            true_acceptance=acceptance_probs,
+            true_acceptance=true_acceptance,
             refit=refit,
         )
-        new_drafts = block.num_drafts - state.kept.num_drafts
+        counts = statistics.update(
+            state.statistics,
+            active=active,
+            num_new=block.num_drafts - state.kept.num_drafts,
+            num_verified=num_verified,
+            num_committed=num_committed,
+            depth=depth,
+            result=result,
+            labels=labels,
+            impossible=true_acceptance.impossible,
+        )
         return (
             state._replace(
                 tokens=tokens,
@@ -373,7 +360,7 @@ def decoder(
                 drafter=drafter_state,
                 estimator=estimator_state,
                 policy=policy_state,
-                statistics=_count(state.statistics, info, new_drafts),
+                statistics=counts,
             ),
             info,
         )
@@ -425,7 +412,7 @@ def decoder(
         tokens = merge(kept.tokens, new_tokens.astype(jnp.int32))
         tokens = jnp.where(columns < num_drafts[:, None], tokens, -1)
         origin = merge(kept.origin, jnp.broadcast_to(state.positions[:, None], columns.shape))
-        raw_features, law_logits = _features(raw, new_tokens)
+        raw_features, law_logits = features_of_drafts(raw, new_tokens, draft_sampling, names)
         old_features = None if kept.extras is None else kept.extras[0]
         features = jax.tree.map(merge, old_features, raw_features) if old_features else raw_features
         block = DraftBlock(
@@ -437,19 +424,6 @@ def decoder(
         predicted = _predict(state.estimator, features, _depth(block, state.positions))
         acceptance = predicted if kept.extras is None else jnp.where(is_new, predicted, kept.extras[1])
         return drafter_state, block._replace(extras=(features, acceptance))
-
-    def _features(raw, tokens):
-        """Features of new drafts, and the processed logits they were drawn from."""
-        if raw is None:  # point masses are certain of themselves: nothing to learn from, but defined
-            certain = {name: 0.0 if name in ("entropy", "log_collision") else 40.0 for name in names}
-            filled = {name: jnp.full(tokens.shape, value, jnp.float32) for name, value in certain.items()}
-            return DraftFeatures(**dict.fromkeys(DraftFeatures._fields) | filled), None
-        processed = process_logits(raw, draft_sampling)
-        # At temperature 0 the draft is a point mass, and its features are those of the unscaled logits.
-        temperature = jnp.asarray(draft_sampling.temperature, jnp.float32)
-        greedy = (temperature <= 0).reshape(temperature.shape + (1,) * (raw.ndim - temperature.ndim))
-        seen = jnp.where(greedy, raw.astype(jnp.float32), processed)
-        return draft_features(seen, tokens, names=names), processed
 
     def _predict(estimator_state, features, depth):
         stacked = stack_features(features, estimator_features)
@@ -479,36 +453,3 @@ def _append(tokens, kept, positions, num_kept):
     columns = jnp.broadcast_to(jnp.arange(kept.shape[1], dtype=jnp.int32), kept.shape)
     where = jnp.where(columns < num_kept[:, None], positions[:, None] + columns, tokens.shape[1])
     return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(tokens, where, kept)
-
-
-def _no_counts(batch, width):
-    """Statistics of nothing."""
-    row, column = jnp.zeros((batch,), jnp.int32), jnp.zeros((width,), jnp.int32)
-    return Statistics(row, row, row, row, row, row, row, column, column, column)
-
-
-def _count(counts, info, num_new):
-    """Statistics after one more round. Rows that are not active have empty blocks and labels."""
-    width = info.depth.shape[1]
-    columns = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), info.depth.shape)
-    verified = columns < info.num_verified[:, None]
-    tested = columns < info.result.num_tested[:, None]
-
-    def at_depth(mask):
-        return jnp.zeros((width,), jnp.int32).at[info.depth].add(mask.astype(jnp.int32))
-
-    observed = info.labels.observed
-    accepted = observed & info.labels.accepted
-    total = lambda mask: jnp.sum(mask, axis=1, dtype=jnp.int32)  # noqa: E731
-    return Statistics(
-        rounds=counts.rounds + info.active.astype(jnp.int32),
-        emitted=counts.emitted + info.num_committed,
-        drafted=counts.drafted + num_new,
-        verified=counts.verified + total(verified),
-        tested=counts.tested + total(tested),
-        accepted=counts.accepted + total(accepted),
-        impossible=counts.impossible + total(tested & info.true_acceptance.impossible),
-        verified_at=counts.verified_at + at_depth(verified),
-        observed_at=counts.observed_at + at_depth(observed),
-        accepted_at=counts.accepted_at + at_depth(accepted),
-    )

@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specav._checks import static_int
+from specav.features import DraftFeatures, draft_features
+from specav.sampling import SamplingParams, process_logits
 
 
 @runtime_checkable
@@ -152,3 +154,33 @@ def point_mass_drafter(prefill: Callable[..., Any], guess: Callable[..., Any]) -
         return tokens, None, state
 
     return Drafter(prefill, propose, "point_mass")
+
+
+def features_of_drafts(
+    raw: Float[Array, "B K V"] | None,
+    tokens: Int[Array, "B K"],
+    sampling: SamplingParams,
+    names: tuple[str, ...],
+) -> tuple[DraftFeatures, Float[Array, "B K V"] | None]:
+    """Features of drafts, and the processed logits (the law) they were drawn from.
+
+    Args:
+      raw: raw draft logits, None for point masses.
+      tokens: the drafts.
+      sampling: what made the law of the raw logits.
+      names: features to compute.
+
+    Returns:
+      Features [B, K] of the law; at temperature 0 of the unscaled logits, since the law is a point mass there.
+      Processed logits [B, K, V], or None.
+    """
+    if raw is None:  # point masses are certain of themselves: nothing to learn from, but defined
+        certain = {name: 0.0 if name in ("entropy", "log_collision") else 40.0 for name in names}
+        filled = {name: jnp.full(tokens.shape, value, jnp.float32) for name, value in certain.items()}
+        return DraftFeatures(**dict.fromkeys(DraftFeatures._fields) | filled), None
+    processed = process_logits(raw, sampling)
+    # At temperature 0 the draft is a point mass, and its features are those of the unscaled logits.
+    temperature = jnp.asarray(sampling.temperature, jnp.float32)
+    greedy = (temperature <= 0).reshape(temperature.shape + (1,) * (raw.ndim - temperature.ndim))
+    seen = jnp.where(greedy, raw.astype(jnp.float32), processed)
+    return draft_features(seen, tokens, names=names), processed
