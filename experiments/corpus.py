@@ -28,11 +28,18 @@ DATA_FILES = {
 }
 WORKLOADS = (*PACKAGED, *DATA_FILES)
 
-_SKIPPED_FOLDERS = frozenset(
-    "__pycache__ site-packages dist-packages test tests idle_test encodings lib-dynload _bundled".split()
-)
+_SKIPPED_FOLDERS = {
+    *("__pycache__", "site-packages", "dist-packages", "lib-dynload", "_bundled"),
+    *("test", "tests", "idle_test", "encodings"),
+}
 # Generated tables, obfuscated text and files that differ from machine to machine.
-_SKIPPED_FILES = frozenset("html/entities.py re/_casefix.py stringprep.py this.py pydoc_data/topics.py".split())
+_SKIPPED_FILES = {
+    "html/entities.py",
+    "re/_casefix.py",
+    "stringprep.py",
+    "this.py",
+    "pydoc_data/topics.py",
+}
 _SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 # Modules that became packages with the old text under a new name.
 _MOVED = {"pathlib/local": "pathlib", "pathlib/abc": "pathlib"}

@@ -43,6 +43,7 @@ class Config(NamedTuple):
 
     @property
     def width(self) -> int:
+        """Size of the residual stream."""
         return self.num_heads * self.head_size
 
 
@@ -81,6 +82,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens, positions, valid=None, cache: KVCache | None = None):
+        """Logits [B, T, V] of tokens [B, T] at positions [B, T], and the cache; `valid` [B, T] tells what to store."""
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.width))
         x = jnp.take(embedding, tokens, axis=0, mode="clip")
@@ -102,6 +104,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, positions, angles, valid, cache):
+        """One layer: x [B, T, width] to the same, and the layer's cache."""
         c = self.config
         # The residual branches start small, the deeper the smaller.
         narrow = nn.initializers.normal(0.02 / (2 * c.num_layers) ** 0.5)
@@ -137,8 +140,9 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x):
+        """Normalises the last axis."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        inverse = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+        inverse = jax.lax.rsqrt(_sum_last(x * x) / x.shape[-1] + 1e-6)
         return x * inverse * jnp.broadcast_to(scale, x.shape)
 
 
@@ -205,6 +209,18 @@ def load_pair(folder: Path | str = CHECKPOINTS) -> tuple[Model, Model, Tokenizer
     if len(sizes) != 1:
         raise ValueError(f"{folder}: target, draft and tokenizer have different vocabularies: {sorted(sizes)}")
     return target, draft, tokenizer
+
+
+def _sum_last(x):
+    """Sum over the last axis, kept as size 1, always in the same order: halves onto halves.
+
+    The order of a compiled reduction may depend on where a row lies in the batch (seen on CPU with 17 rows or more),
+    and a request's logits must not.
+    """
+    while x.shape[-1] % 2 == 0:
+        first, second = jnp.split(x, 2, axis=-1)
+        x = first + second
+    return sum(x[..., i : i + 1] for i in range(1, x.shape[-1])) + x[..., :1]
 
 
 def _rotary(positions, head_size):

@@ -34,7 +34,7 @@ def save_tree(path: Path | str, tree: Any, meta: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:
-        np.savez(file, **{_HEADER: text}, **arrays)
+        np.savez(file, **{_HEADER: text, **arrays})  # pyright: ignore[reportArgumentType]
     os.replace(partial, path)
 
 

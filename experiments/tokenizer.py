@@ -33,9 +33,11 @@ class Tokenizer:
         self.vocab_size: int = inner.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
+        """Token ids of one text, without an end-of-sequence token."""
         return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """As `encode`, for many texts at once."""
         return [e.ids for e in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, tokens) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from experiments import corpus, models
+from experiments import corpus, evaluation, models
 from experiments.storage import load_tree, save_tree
 from experiments.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -56,8 +56,8 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "target": Recipe(models.TARGET, steps=5000, batch=24, length=160, peak_rate=2e-3),
-    "draft": Recipe(models.DRAFT, steps=6000, batch=24, length=160, peak_rate=4e-3, plain_steps=2500, seed=1),
+    "target": Recipe(models.TARGET, steps=2100, batch=24, length=160, peak_rate=2e-3),
+    "draft": Recipe(models.DRAFT, steps=4200, batch=24, length=160, peak_rate=4e-3, plain_steps=2500, seed=1),
 }
 
 
@@ -78,8 +78,10 @@ def main(arguments: list[str] | None = None) -> None:
             for name in ("target", "draft"):
                 if _resume_file(args.work, name).is_file():
                     export(name, args.out, args.work, args.data)
-        if args.what in ("all", "evaluate"):
-            print(json.dumps(evaluate(args.out, args.data), indent=2))
+        if args.what in ("all", "export"):
+            report = evaluation.evaluate(args.out, args.data)
+            _write_json(args.out / "pair.json", report)
+            print(json.dumps(report, indent=2))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
 
@@ -164,50 +166,15 @@ def export(name: str, out: Path, work: Path, data: Path | None = None) -> None:
         "steps": meta["steps"],
         "tokens_seen": meta["step"] * meta["settings"]["batch"] * meta["settings"]["length"],
         **meta["settings"],
-        "final_training_loss": meta["loss"],
+        "last_batch_loss": meta["loss"],
         "held_out_loss": {
-            workload: round(float(_held_out_loss(model, windows)), 4)
-            for workload, windows in held_out_windows(tokenizer, data).items()
+            workload: round(evaluation.held_out_loss(model, windows), 4)
+            for workload, windows in evaluation.held_out_windows(tokenizer, data).items()
         },
         "command": f"python -m experiments.train {name} --steps {meta['steps']}" + (f" --data {data}" if data else ""),
     }
     _write_json(out / f"{name}.json", report)
     print(f"{name}: step {meta['step']}, held-out loss {report['held_out_loss']}")
-
-
-def evaluate(out: Path, data: Path | None = None, num_windows: int = 96) -> dict[str, Any]:
-    """Held-out loss of both exported models (nats per token), and alpha = E[sum_x min(p, q)], by workload."""
-    target, draft, tokenizer = models.load_pair(out)
-    report: dict[str, Any] = {}
-    for workload, windows in held_out_windows(tokenizer, data, num_windows).items():
-        report[workload] = {
-            "tokens": int(windows[:, 1:].size),
-            "target_loss": round(float(_held_out_loss(target, windows)), 4),
-            "draft_loss": round(float(_held_out_loss(draft, windows)), 4),
-            "alpha": round(float(acceptance(target, draft, windows).mean()), 4),
-        }
-    return report
-
-
-def held_out_windows(
-    tokenizer: Tokenizer, data: Path | None = None, num_windows: int = 96, length: int = 160
-) -> dict[str, np.ndarray]:
-    """Evenly spaced windows [N, length] of the held-out text of each workload that there is text for."""
-    docs = corpus.documents(True, data)
-    found = {}
-    for workload in corpus.WORKLOADS:
-        stream = corpus.token_stream(tokenizer, [doc for doc in docs if doc.workload == workload])
-        count = min(num_windows, len(stream) // length)
-        if count:
-            starts = np.linspace(0, len(stream) - length, count).astype(int)
-            found[workload] = stream[starts[:, None] + np.arange(length)].astype(np.int32)
-    return found
-
-
-def acceptance(target: models.Model, draft: models.Model, windows: np.ndarray) -> np.ndarray:
-    """alpha = sum_x min(p(x), q(x)) at temperature 1 after every token of the windows, float32 [N, length]."""
-    rows = [_acceptance(target.config, draft.config, target.params, draft.params, w) for w in _chunks(windows)]
-    return np.concatenate([np.asarray(row) for row in rows])
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -302,28 +269,6 @@ def _resume_file(work: Path, name: str) -> Path:
     return work / f"{name}.npz"
 
 
-@partial(jax.jit, static_argnums=0)
-def _window_losses(config, params, windows):
-    logits = models.forward(config, params, windows[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _acceptance(target_config, draft_config, target_params, draft_params, windows):
-    p = jax.nn.softmax(models.forward(target_config, target_params, windows), axis=-1)
-    q = jax.nn.softmax(models.forward(draft_config, draft_params, windows), axis=-1)
-    return jnp.minimum(p, q).sum(axis=-1)
-
-
-def _held_out_loss(model: models.Model, windows: np.ndarray) -> np.floating:
-    rows = [_window_losses(model.config, model.params, w) for w in _chunks(windows)]
-    return np.concatenate([np.asarray(row) for row in rows]).mean()
-
-
-def _chunks(windows: np.ndarray, size: int = 24) -> list[np.ndarray]:
-    return [windows[i : i + size] for i in range(0, len(windows), size)]
-
-
 def _write_json(path: Path, value: Any) -> None:
     partial_path = path.with_name(path.name + ".partial")
     partial_path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -331,11 +276,11 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.train", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m experiments.train", description=str(__doc__).split("\n")[0])
     parser.add_argument(
         "what",
-        choices=("tokenizer", "target", "draft", "all", "export", "evaluate"),
-        help="'all' makes the three in order; 'export' ships the last checkpoints of unfinished runs",
+        choices=("tokenizer", "target", "draft", "all", "export"),
+        help="'all' makes the three in order; 'export' writes the last checkpoints of runs that are under way",
     )
     parser.add_argument("--data", type=Path, help="folder with more text (see experiments/corpus.py)")
     parser.add_argument("--steps", type=int, help="number of updates, instead of the recipe's")
