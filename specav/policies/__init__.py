@@ -1,0 +1,49 @@
+"""Policies: what to verify in each round, and under which rules that leaves the target's law untouched.
+
+A policy decides `num_verified` per request, after the drafts are drawn and before the target sees them. A decision that
+looks at the wrong thing bends the output law, so every policy declares what it reads, and `require_lossless` refuses
+combinations that are not exact. Whether draft x_i is verified may depend on
+
+* standard rule: x_<i, the draft laws q_1..q_i and past rounds, never on x_i or anything later of its own request;
+* coupled rule: x_<=i, q_1..q_{i+1} and past rounds, never on x_{i+1} or anything later of its own request;
+* deferred rule: anything.
+
+What others draw never matters for a request's own law; for the joint law of a batch it does, see `Policy.couples`.
+"""
+
+from specav.policies.base import Policy, PolicyInputs
+from specav.policies.exactness import (
+    COUPLINGS,
+    DRAFTERS,
+    RULES,
+    WINDOWS,
+    Verdict,
+    dependence,
+    lossless_rules,
+    require_lossless,
+    verdict,
+)
+from specav.policies.simple import everything, fixed, nothing, survival_threshold, threshold
+from specav.policies.trimming import TrimmerState, live_argmax, trimmer
+
+__all__ = [
+    "COUPLINGS",
+    "DRAFTERS",
+    "RULES",
+    "WINDOWS",
+    "Policy",
+    "PolicyInputs",
+    "TrimmerState",
+    "Verdict",
+    "dependence",
+    "everything",
+    "fixed",
+    "live_argmax",
+    "lossless_rules",
+    "nothing",
+    "require_lossless",
+    "survival_threshold",
+    "threshold",
+    "trimmer",
+    "verdict",
+]
