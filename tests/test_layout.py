@@ -14,10 +14,10 @@ from tests.helpers import assert_stays_on_device, count_traces
 B, K = 4, 3
 lengths = hnp.arrays(np.int32, (B,), elements=st.integers(0, K))
 tails = st.sampled_from([(), (5,), (2, 3)])
-flatten = jax.jit(layout.flatten_drafts, static_argnames=("num_tokens", "fill"))
-unflatten = jax.jit(layout.unflatten_drafts, static_argnames=("num_positions", "fill"))
-flatten_target = jax.jit(layout.flatten_target_rows, static_argnames=("num_tokens", "fill"))
-unflatten_target = jax.jit(layout.unflatten_target_rows, static_argnames=("num_positions", "fill"))
+flatten = jax.jit(layout.flatten_drafts, static_argnames="num_tokens")
+unflatten = jax.jit(layout.unflatten_drafts, static_argnames="num_positions")
+flatten_target = jax.jit(layout.flatten_target_rows, static_argnames="num_tokens")
+unflatten_target = jax.jit(layout.unflatten_target_rows, static_argnames="num_positions")
 
 
 def numbered(shape):
