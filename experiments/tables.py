@@ -128,8 +128,8 @@ def markdown(tables: dict[str, Any]) -> str:
         f"{meta['slots']} draft slots with a target row, {meta['observed']} observed. K = {width}, temperature "
         f"{meta['settings']['temperature']}. Prequential: every prediction was made before its label was learned.",
         "Class: *prefix* rows may not look at the drawn token, *draw* rows may (lossless under the coupled and "
-        "deferred rules), *ceiling* rows know the target: no prefix row beats alpha, no draw row beats a, in log-loss or AUC. "
-        f"ECE: {meta['bins']} bins of equal width; a perfect predictor's is not 0 in a finite sample.",
+        "deferred rules), *ceiling* rows know the target: no prefix row beats alpha, no draw row beats a, in log-loss "
+        f"or AUC. ECE: {meta['bins']} bins of equal width; a perfect predictor's is not 0 in a finite sample.",
         "## Observed slots, all positions",
         _table([row for row in rows if row["position"] == "all"]),
         "![reliability](reliability.png)",

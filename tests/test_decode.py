@@ -168,8 +168,13 @@ def test_a_leaking_policy_is_refused_and_bends_the_law():
 # --------------------------------------------------------------------------------- bitwise equality, batch-mates
 
 
-def long_run(policy, rule="deferred", refill="block", order=None, only=None, **options):
-    """64 new tokens for 6 requests of different lengths over bigram tables of 12 tokens."""
+EVERYTHING, NOTHING, FIXED = policies.everything(), policies.nothing(), policies.fixed(1)
+NEW_TOKENS = np.asarray([64, 10, 64, 33, 1, 0])
+PROMPT_LENGTHS = np.asarray([1, 2, 3, 4, 4, 1])
+
+
+@functools.cache
+def long_loop(policy, rule, refill):
     target, draft = bigram(20, 12), bigram(21, 12) * 0.5 + bigram(20, 12)
     loop = decoder(
         bigram_model(jnp.asarray(target, jnp.float32)),
@@ -180,15 +185,18 @@ def long_run(policy, rule="deferred", refill="block", order=None, only=None, **o
         rule=rule,
         refill=refill,
         require_lossless=False,
-        **options,
     )
-    order = jnp.arange(6) if order is None else jnp.asarray(order)
-    order = order if only is None else order[jnp.asarray(only)]
-    keys = jax.random.split(jax.random.key(5), 6)[order]
-    prompts = jax.random.randint(jax.random.key(6), (6, 4), 0, 12)[order]
-    lengths = jnp.asarray([1, 2, 3, 4, 4, 1])[order]
-    limits = jnp.asarray([64, 10, 64, 33, 1, 0])[order]
-    return jax.jit(lambda k: loop.run(loop.init(k, prompts, lengths, (), (), token_limits=limits)))(keys)
+    return jax.jit(lambda k, p, n, m: loop.run(loop.init(k, p, n, (), (), token_limits=m)))
+
+
+def long_run(policy, rule="deferred", refill="block", rows=range(6)):
+    """Up to 64 new tokens for 6 requests of different lengths and limits, over bigram tables of 12 tokens."""
+    rows = np.asarray(rows)
+    keys = jax.random.split(jax.random.key(5), 6)[rows]
+    prompts = jax.random.randint(jax.random.key(6), (6, 4), 0, 12)[rows]
+    return long_loop(policy, rule, refill)(
+        keys, prompts, jnp.asarray(PROMPT_LENGTHS[rows]), jnp.asarray(NEW_TOKENS[rows])
+    )
 
 
 def random_policy(seed):
@@ -202,11 +210,9 @@ def random_policy(seed):
     return policies.everything()._replace(init=lambda: jax.random.key(seed), decide=decide, window="block")
 
 
-@pytest.mark.parametrize(
-    "policy", [random_policy(0), random_policy(1), policies.nothing(), policies.live_argmax(COSTS)]
-)
+@pytest.mark.parametrize("policy", [random_policy(0), NOTHING, policies.live_argmax(COSTS)])
 def test_deferred_decoding_is_bitwise_that_of_verifying_everything(policy):
-    everything, trimmed = long_run(policies.everything()), long_run(policy)
+    everything, trimmed = long_run(EVERYTHING), long_run(policy)
     np.testing.assert_array_equal(trimmed.tokens, everything.tokens)
     assert trimmed.statistics.verified.sum() < everything.statistics.verified.sum()
     # A block is drawn once, whatever is trimmed: nothing is redrafted.
@@ -214,29 +220,27 @@ def test_deferred_decoding_is_bitwise_that_of_verifying_everything(policy):
 
 
 def test_eager_refill_is_not_bitwise_but_drafts_more_often():
-    block, eager = long_run(policies.nothing()), long_run(policies.nothing(), refill="eager")
+    block, eager = long_run(NOTHING), long_run(NOTHING, refill="eager")
     assert eager.statistics.rounds.sum() <= block.statistics.rounds.sum()
 
 
 @pytest.mark.parametrize("rule", ["standard", "coupled", "deferred"])
 def test_tokens_do_not_change_with_batch_mates_or_their_order(rule):
-    policy = policies.fixed(2)
-    whole = long_run(policy, rule)
+    whole = long_run(FIXED, rule)
     order = [3, 0, 5, 1, 4, 2]
-    shuffled = long_run(policy, rule, order=order)
+    shuffled = long_run(FIXED, rule, rows=order)
     np.testing.assert_array_equal(shuffled.tokens, whole.tokens[jnp.asarray(order)])
-    np.testing.assert_array_equal(long_run(policy, rule, only=[2]).tokens, whole.tokens[2:3])
+    np.testing.assert_array_equal(long_run(FIXED, rule, rows=[2]).tokens, whole.tokens[2:3])
 
 
 # ------------------------------------------------------------------------------------------- limits, EOS, counts
 
 
 @pytest.mark.parametrize("rule", ["standard", "coupled", "deferred"])
-@pytest.mark.parametrize("policy", [policies.everything(), policies.nothing(), policies.fixed(1)])
+@pytest.mark.parametrize("policy", [EVERYTHING, NOTHING, FIXED])
 def test_limits_lengths_and_counts(rule, policy):
     state = long_run(policy, rule)
-    lengths = np.asarray([1, 2, 3, 4, 4, 1])
-    new = np.asarray([64, 10, 64, 33, 1, 0])
+    lengths, new = PROMPT_LENGTHS, NEW_TOKENS
     np.testing.assert_array_equal(state.positions, lengths + new)
     tokens = np.asarray(state.tokens)
     for b in range(6):
