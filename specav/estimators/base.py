@@ -109,13 +109,20 @@ def initial_state(num_positions: int, slopes: tuple[float, ...], intercept: floa
     )
 
 
-def logits_of(state: LogisticState, features: Float[Array, "B C d"], depth: Int[Array, "B C"]) -> Float[Array, "B C"]:
+def logits_of(state: Any, features: Float[Array, "B C d"], depth: Int[Array, "B C"]) -> Float[Array, "B C"]:
     """slopes . features + intercepts[depth], of cleaned features."""
     linear = jnp.sum(features * jnp.broadcast_to(state.slopes, features.shape), axis=-1)
     return linear + state.intercepts[depth]
 
 
-def predict_logistic(state: LogisticState, features: Any, depth: Any = None) -> Float[Array, "B C"]:
+def both_probabilities(logits: Float[Array, "B C"]) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
+    """(p, 1 - p), each exact to float32, with p in [2^-24, 1 - 2^-24]."""
+    up, down = jax.nn.sigmoid(logits), jax.nn.sigmoid(-logits)
+    low, high = MIN_PROBABILITY, 1.0 - MIN_PROBABILITY
+    return jnp.clip(up, low, high), jnp.clip(down, low, high)
+
+
+def predict_logistic(state: Any, features: Any, depth: Any = None) -> Float[Array, "B C"]:
     """The `predict` of every estimator whose state is a `LogisticState`."""
     num_positions, num_features = state.statistics.mean.shape
     features, depth, _ = check_features(features, depth, num_positions, num_features)
@@ -174,7 +181,7 @@ def observation_gap(batch: Batch, axis_name: str | None) -> Float[Array, ""]:
     return gap if axis_name is None else jax.lax.psum(gap, axis_name)
 
 
-def report(state: LogisticState, refitted: bool, step_norm: Any = 0.0, limited: Any = False) -> RefitInfo:
+def report(state: Any, refitted: bool, step_norm: Any = 0.0, limited: Any = False) -> RefitInfo:
     """The `RefitInfo` of the window that `state` holds."""
     num_observed = jnp.sum(state.statistics.count)
     return RefitInfo(
@@ -187,10 +194,10 @@ def report(state: LogisticState, refitted: bool, step_norm: Any = 0.0, limited: 
 
 
 def estimator(
-    init: Callable[[], LogisticState],
-    observe: Callable[..., LogisticState],
-    refit: Callable[[LogisticState], tuple[LogisticState, RefitInfo]],
-    due: Callable[[LogisticState], Bool[Array, ""]],
+    init: Callable[[], Any],
+    observe: Callable[..., Any],
+    refit: Callable[[Any], tuple[Any, RefitInfo]],
+    due: Callable[[Any], Bool[Array, ""]],
     depends_on: str,
     features: tuple[str, ...],
 ) -> AcceptanceEstimator:
