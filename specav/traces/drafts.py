@@ -127,7 +127,7 @@ def from_logits(
         whose drafts are point masses and whose features are those of its raw logits. Default: from `draft_logits`; a
         point mass has log-odds and margin of 40.
       request: int [B] or [R, B], >= 0. Default: the row in the batch.
-      round: one int, int [R] or [R, B], >= 0. Default: 0..R-1.
+      round: one int, int [R] or [R, B] ([B] without rounds), >= 0. Default: 0..R-1.
 
     Returns:
       `LabelledDrafts`, without empty slots, in the order round, row, position.
@@ -210,14 +210,18 @@ def to_rounds(drafts: LabelledDrafts, num_positions: int | None = None) -> Round
       ValueError: a position outside 0..K-1, or two drafts in one slot; the message gives the row.
     """
     position = np.asarray(drafts.position)
-    width = int(position.max(initial=-1)) + 1 if num_positions is None else static_int("num_positions", num_positions, 1)
+    width = (
+        int(position.max(initial=-1)) + 1 if num_positions is None else static_int("num_positions", num_positions, 1)
+    )
     outside = np.flatnonzero((position < 0) | (position >= width))
     if outside.size:
         raise ValueError(f"position: expected 0..{width - 1}, got {position[outside[0]]} in row {outside[0]}")
     rounds, which_round = np.unique(np.asarray(drafts.round), return_inverse=True)
     requests, which_request = np.unique(np.asarray(drafts.request), return_inverse=True)
     # One batch row for each request of a round: its rank among the round's (round, request) pairs.
-    pairs, which_pair = np.unique(which_round.astype(np.int64) * max(len(requests), 1) + which_request, return_inverse=True)
+    pairs, which_pair = np.unique(
+        which_round.astype(np.int64) * max(len(requests), 1) + which_request, return_inverse=True
+    )
     round_of_pair = pairs // max(len(requests), 1)
     row_of_pair = np.arange(len(pairs)) - np.searchsorted(round_of_pair, round_of_pair)
     num_rows = int(row_of_pair.max(initial=-1)) + 1
@@ -314,7 +318,9 @@ def _given_features(features, dims, lead):
     if not isinstance(features, DraftFeatures) or any(column is None for column in features):
         raise TypeError(f"features: expected DraftFeatures with all of {', '.join(FEATURES)}, got {features!r}")
     named = zip(DraftFeatures._fields, features, strict=True)
-    return DraftFeatures(*(shaped(dims, f"features.{n}", c, f"{lead} K", "float").astype(jnp.float32) for n, c in named))
+    return DraftFeatures(
+        *(shaped(dims, f"features.{n}", c, f"{lead} K", "float").astype(jnp.float32) for n, c in named)
+    )
 
 
 def _count(name, value, shape, most, most_name):
@@ -335,19 +341,17 @@ def _count(name, value, shape, most, most_name):
 
 def _numbers(request, round, full, given):
     """int32 request and round numbers of shape `full` = (R, B); `given` is (B,) where the user left the rounds out."""
-    num_rounds, batch = full
-    request = np.arange(batch) if request is None else np.asarray(request)
-    round = np.arange(num_rounds) if round is None else np.asarray(round)
-    for name, value, shapes in (
-        ("request", request, ((batch,), given)),
-        ("round", round, ((), given) if len(given) == 1 and round.shape != (1,) else ((), (num_rounds,), given)),
-    ):
+    many = len(given) == 2
+    request = np.arange(full[1]) if request is None else np.asarray(request)
+    round = np.asarray((np.arange(full[0]) if many else 0) if round is None else round)
+    for name, value, shapes in (("request", request, (full[1:], given)), ("round", round, ((), given[:1], given))):
         if not np.issubdtype(value.dtype, np.integer):
             raise TypeError(f"{name}: expected an integer dtype, got {value.dtype}")
         if value.shape not in shapes:
-            raise ValueError(f"{name}: expected shape {' or '.join(str(list(s)) for s in shapes)}, got {list(value.shape)}")
+            expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            raise ValueError(f"{name}: expected shape {expected}, got {list(value.shape)}")
         if value.size and not 0 <= value.min() <= value.max() < 2**31:
             raise ValueError(f"{name}: expected numbers in 0..2^31-1, got {value.min()}..{value.max()}")
-    if round.shape == (num_rounds,) and len(given) == 2:
+    if many and round.ndim == 1:
         round = round[:, None]
     return np.broadcast_to(request, full).astype(np.int32), np.broadcast_to(round, full).astype(np.int32)

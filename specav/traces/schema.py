@@ -83,13 +83,15 @@ def validate(drafts: LabelledDrafts, *, source: str | os.PathLike = "drafts", fi
             continue
         values = np.asarray(getattr(drafts, name))
         fits = (values >= column.low) & (values <= column.high)  # False for NaN
-        expected = "a finite number" if column.high == _FINITE else f"a number in [{column.low:g}, {column.high:g}]"
+        expected = {_MOST: "a number of at least 0", _FINITE: "a finite number", 1: "a number in [0, 1]"}[column.high]
         if column.nullable:
             _require(known | np.isnan(values), values, source, name, first_row, "nothing without a target row")
             fits = fits | ~known
         _require(fits, values, source, name, first_row, expected)
     accepted = np.asarray(drafts.accepted)
-    _require(~accepted | np.asarray(drafts.observed), accepted, source, "accepted", first_row, "False where not observed")
+    _require(
+        ~accepted | np.asarray(drafts.observed), accepted, source, "accepted", first_row, "False where not observed"
+    )
 
 
 def _require(fits, values, source, name, first_row, expected):
