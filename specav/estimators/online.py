@@ -74,7 +74,7 @@ def online_logistic(
     *,
     refit_interval: int = 10,
     max_logit_step: float = 8.0,
-    drift: float = 3e-5,
+    drift: float = 1e-4,
     floor: float = 1.0,
     ridge: float = 0.02,
     cold_slopes: Sequence[float] | None = None,
@@ -170,6 +170,7 @@ def online_logistic(
         intercept_step = shift - mean @ slope_step
 
         # Precision 1/P fades to 1/(P + drift): busy positions forget old labels for new ones, quiet ones hardly.
+        # Slopes drift by as much, measured at features of the spread that was seen: scatter / total is the variance.
         pace = jnp.where(learned, drift * jnp.exp(log_drift) * state.rounds.astype(jnp.float32), 0.0)
         fade = 1.0 / (1.0 + pace * known.weight)
         remembered = share * fade * known.weight
@@ -183,7 +184,7 @@ def online_logistic(
                 count=zero,
                 weight=remembered,
                 mean=known.mean,
-                scatter=slope_share * jnp.min(fade) * scatter,
+                scatter=slope_share * scatter / (1.0 + pace * total),
                 residual=zero,
                 slope_residual=jnp.zeros_like(known.slope_residual),
             ),
