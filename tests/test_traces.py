@@ -113,7 +113,7 @@ def reference_drafts(tokens, draft_logits, target_logits, num_drafts, num_verifi
 
 @pytest.mark.parametrize("point_mass", [False, True])
 @pytest.mark.parametrize(("num_positions", "vocabulary"), [(3, 4), (1, 5), (2, 1), (1, 1)])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1), rule=st.sampled_from(["standard", "coupled", "deferred"]))
 def test_from_logits_equals_a_float64_reference(point_mass, num_positions, vocabulary, seed, rule):
     rng = np.random.default_rng(seed)
@@ -213,7 +213,10 @@ def test_simulated_verdicts_follow_the_acceptance_probabilities(rule):
             residual = got.accepted[slots] - got.a[slots].astype(np.float64)
             scale = np.sqrt(np.sum(got.a[slots] * (1 - got.a[slots])))
             assert abs(residual.sum()) < 5 * scale
-    # With one law and one token everywhere only the noise tells rounds and requests apart.
+
+
+def test_rounds_and_requests_have_noise_of_their_own():
+    """With one law and one token everywhere only the noise tells them apart."""
     constant = traces.from_logits(
         np.zeros((40, 50, 1), np.int32), None, np.zeros((40, 50, 1, 2), np.float32), key=jax.random.key(2)
     )
@@ -333,7 +336,7 @@ def test_an_estimator_replayed_from_a_file_is_the_one_that_saw_the_arrays(tmp_pa
     state, (probs, refitted) = replay(stack_features(rounds.features, estimator.features), rounds.labels)
     assert int(refitted.sum()) == 2
     # The same from the arrays at hand.
-    full = traces.from_logits(tokens, draft, target)
+    full = traces.from_logits(tokens, draft, target, key=jax.random.key(1))
     accepted = np.zeros(shape, bool)
     observed = np.zeros(shape, bool)
     accepted[drafts.round, drafts.request, drafts.position] = drafts.accepted
@@ -365,7 +368,7 @@ def test_no_drafts_no_rounds():
 # Files
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(drafts=some_drafts(), group=st.integers(1, 8), batch=st.integers(1, 7), cuts=st.lists(st.integers(0, 12)))
 def test_round_trip_is_bit_identical(tmp_path_factory, drafts, group, batch, cuts):
     path = tmp_path_factory.mktemp("traces") / "drafts.parquet"
@@ -560,7 +563,7 @@ def test_truncated_files_are_refused_at_every_length(tmp_path):
     path = tmp_path / "drafts.parquet"
     traces.write_parquet(path, drafts, metadata)
     data = path.read_bytes()
-    for length in {*range(0, len(data), 7), *range(len(data) - 60, len(data))}:
+    for length in {*range(0, len(data), 13), *range(len(data) - 60, len(data))}:
         assert damaged(path, data[:length], drafts, metadata), length
     for cut in range(4, len(data) - 50, 97):  # a hole rather than a missing end
         assert damaged(path, data[:cut] + data[cut + 40 :], drafts, metadata), cut
@@ -577,7 +580,7 @@ def test_flipped_bytes_are_refused_or_harmless(tmp_path, checksummed):
     data = path.read_bytes()
     rng = np.random.default_rng(0)
     refused = 0
-    for place in range(0, len(data), 3):
+    for place in range(0, len(data), 7):
         flipped = bytearray(data)
         flipped[place] ^= 1 << int(rng.integers(8))
         if checksummed:
@@ -588,7 +591,7 @@ def test_flipped_bytes_are_refused_or_harmless(tmp_path, checksummed):
                 traces.read_parquet(path)
             except ValueError:
                 refused += 1
-    assert refused > len(data) / 3 / 4
+    assert refused > len(data) / 7 / 4
 
 
 def test_checksums_find_values_that_the_pages_do_not_protect(tmp_path):

@@ -169,6 +169,8 @@ def from_logits(
         tokens, target, draft, drafts, verified, accepted, labelled, features = jax.tree.map(
             lambda x: x[None], (tokens, target, draft, drafts, verified, accepted, labelled, features)
         )
+    # A deferred draft is graded when it is tested, as under the coupled rule.
+    rule = "standard" if rule == "standard" else "coupled"
     requests, rounds = _numbers(request, round, tokens.shape[:2], shape)
     columns = _columns(
         tokens.astype(jnp.int32), draft, target, features, drafts, verified, accepted, labelled, key, rule
@@ -284,8 +286,7 @@ def _columns(tokens, draft, target, features, drafts, verified, accepted, labell
         if key is not None:
             # The bonus row bears no verdict: where there is none, any row will do.
             rows = target if target.shape[1] > width else jnp.concatenate([target, target[:, -1:]], axis=1)
-            simulated = "standard" if rule == "standard" else "coupled"
-            accepted = speculative_verify(key, tokens, draft, rows, drafts, verified, rule=simulated).num_accepted
+            accepted = speculative_verify(key, tokens, draft, rows, drafts, verified, rule=rule).num_accepted
         if accepted is None:
             labels = Labels(jnp.zeros(tokens.shape, jnp.bool_), jnp.zeros(tokens.shape, jnp.bool_))
         else:
