@@ -105,17 +105,17 @@ def predict_all(rounds: DraftedRounds, width: int) -> list[Predictions]:
 
 def score(predictions: list[Predictions], rounds: DraftedRounds) -> list[dict[str, Any]]:
     """Main rows: observed slots, verdicts as labels; overall and per position (1-based)."""
-    observed = rounds.labels.observed
+    labels = rounds.labels.accepted.astype(np.float32)
     return [
-        _row(item, position, item.values[mask], rounds.labels.accepted[mask].astype(np.float32))
+        _row(item, position, labels, mask)
         for item in tqdm(predictions, desc="scoring", unit="row")
-        for position, mask in _positions(observed)
+        for position, mask in _positions(rounds.labels.observed)
     ]
 
 
 def score_all_slots(predictions: list[Predictions], rounds: DraftedRounds) -> list[dict[str, Any]]:
     """All slots with a target row, the exact acceptance probability a as a soft label."""
-    return [_row(item, "all", item.values[rounds.valid], rounds.token_acceptance[rounds.valid]) for item in predictions]
+    return [_row(item, "all", rounds.token_acceptance, rounds.valid) for item in predictions]
 
 
 def markdown(tables: dict[str, Any]) -> str:
@@ -155,20 +155,26 @@ def _positions(mask):
         yield index + 1, only
 
 
-def _row(item, position, probabilities, labels):
-    measured = {
-        "auc": metrics.auc(probabilities, labels),
-        "log_loss": metrics.log_loss(probabilities, labels),
-        "ece": metrics.expected_calibration_error(probabilities, labels, bins=BINS),
-        "mean_prediction": np.mean(probabilities, dtype=np.float64),
-        "acceptance": np.mean(labels, dtype=np.float64),
-    }
+def _row(item, position, labels, mask):
+    """One table row; the mask is a weight, so that every row has one shape and compiles once."""
+    measured = _measure(item.values, labels, mask.astype(np.float32))
     return {
         "estimator": item.name,
         "class": item.kind,
         "position": position,
-        "n": int(labels.size),
+        "n": int(mask.sum()),
         **{name: float(value) for name, value in measured.items()},
+        "mean_prediction": float(np.mean(item.values[mask], dtype=np.float64)),
+        "acceptance": float(np.mean(labels[mask], dtype=np.float64)),
+    }
+
+
+@jax.jit
+def _measure(probabilities, labels, weights):
+    return {
+        "auc": metrics.auc(probabilities, labels, weights=weights),
+        "log_loss": metrics.log_loss(probabilities, labels, weights=weights),
+        "ece": metrics.expected_calibration_error(probabilities, labels, weights=weights, bins=BINS),
     }
 
 

@@ -268,6 +268,7 @@ def decoder(
         drafter_state, block = _draft(state)
         features, acceptance = block.extras
         survival = survival_probabilities(acceptance, block.num_drafts)
+        num_new = block.num_drafts - state.kept.num_drafts
         inputs = PolicyInputs(
             features=features,
             draft_tokens=block.tokens,
@@ -275,6 +276,7 @@ def decoder(
             acceptance=acceptance,
             survival=survival,
             active=active,
+            num_drafting=jnp.sum(num_new > 0, dtype=jnp.int32),  # kept drafts cost nothing to draft
         )
         num_verified, policy_state = policy.decide(state.policy, inputs)
         num_verified = jnp.clip(num_verified, 0, block.num_drafts)
@@ -341,7 +343,7 @@ def decoder(
         counts = statistics.update(
             state.statistics,
             active=active,
-            num_new=block.num_drafts - state.kept.num_drafts,
+            num_new=num_new,
             num_verified=num_verified,
             num_committed=num_committed,
             depth=depth,
