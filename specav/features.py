@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from specav import _sums
 from specav._checks import one_of, shaped
 
 # Log-odds and margins are clamped to +-MAX_LOG_ODDS.
@@ -99,7 +100,6 @@ def draft_features(
 
     References:
       Agrawal et al., AdaEDL: Early Draft Stopping for Speculative Decoding via an Entropy-based Lower Bound, 2024.
-      Neumaier, Rundungsfehleranalyse einiger Verfahren zur Summation endlicher Summen, ZAMM 54, 1974 (the sums).
     """
     if names is None:
         names = tuple(n for n, spec in FEATURES.items() if tokens is not None or spec.depends_on == "prefix")
@@ -281,9 +281,7 @@ def _scaled_gap(z, first, inverse):
     every other token lies 12 below the maximum: rounding 12 costs 5e-7 to 1e-6, all of the tolerance.
     """
     high, low = inverse
-    gap = z - first
-    back = gap - z
-    lost = (z - (gap - back)) - (first + back)  # z - first = gap + lost exactly (Knuth's two-sum)
+    gap, lost = _sums.two_sum(z, -first)
     gap_high = _upper_bits(gap)
     main = gap_high * high  # exact
     minor = gap_high * low + (gap - gap_high) * (high + low)
@@ -308,30 +306,11 @@ def _sums_without_maximum(logits, first, inverse, with_gap, with_square):
         e = jnp.where(fresh & (z < first) & (z > _FLOOR), jnp.exp(scaled) * correction, 0.0)
         terms = {"mass": e, "gap": -scaled * e, "square": e * e}
         copies = copies + (fresh & (z == first)).astype(jnp.float32)
-        return copies, {name: _add(sums[name], terms[name]) for name in kept}
+        return copies, {name: _sums.add(sums[name], terms[name]) for name in kept}
 
     copies, sums = _fold_blocks(logits, step, (zeros, {name: (zeros, zeros) for name in kept}))
     ties = jnp.sum(copies, axis=-1) - 1.0  # counts, exact below 2^24; e = 1 and d = 0 for each
-    return {name: _total(*sums[name]) + (0.0 if name == "gap" else ties) for name in kept}
-
-
-def _add(accumulator, term):
-    """Adds to a compensated sum (high, low)."""
-    high, low = accumulator
-    total = high + term
-    moved = total - high
-    return total, low + ((high - (total - moved)) + (term - moved))
-
-
-def _total(high, low):
-    """Sum over the lanes of compensated sums, by halving: equal terms add exactly."""
-    width = high.shape[-1]
-    padding = [(0, 0)] * (high.ndim - 1) + [(0, (1 << (width - 1).bit_length()) - width)]
-    high, low = jnp.pad(high, padding), jnp.pad(low, padding)
-    while high.shape[-1] > 1:
-        half = high.shape[-1] // 2
-        high, low = _add((high[..., :half], low[..., :half] + low[..., half:]), high[..., half:])
-    return (high + low)[..., 0]
+    return {name: _sums.total(*sums[name]) + (0.0 if name == "gap" else ties) for name in kept}
 
 
 def _sampled_log_odds(logits, tokens, first, rest, inverse):

@@ -10,9 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 from specav._checks import shaped
 from specav.estimators.arrowhead import ArrowheadStatistics, empty_statistics
 from specav.labels import Labels
+from specav.metrics import PROBABILITY_CLIP
 
-# Predictions lie in [MIN_PROBABILITY, 1 - MIN_PROBABILITY]; float32 sigmoid(17) would already be 1.
-MIN_PROBABILITY = 2.0**-24
+# Predictions lie in [MIN_PROBABILITY, 1 - MIN_PROBABILITY], the range that log-loss clips to.
+MIN_PROBABILITY = PROBABILITY_CLIP
 # Features are clamped to +-MAX_FEATURE, the range of the log-odds features.
 MAX_FEATURE = 40.0
 

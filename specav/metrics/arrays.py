@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Shaped
 
 from specav import _sums
 from specav._checks import one_of
-from specav.metrics.rows import BinSums, Rows, bin_sums, checked_bins, checked_rows, row_brier, row_log_loss
+from specav.metrics.rows import BinSums, bin_sums, checked_bins, checked_rows, row_brier, row_log_loss
 
 _Any = Array | np.ndarray
 
@@ -147,7 +147,7 @@ def expected_calibration_error(
     bins = checked_bins(bins, kind)
     one_of("norm", norm, ("l1", "l2"))
     rows = checked_rows("probs", probs, labels, weights)
-    return _with_damage(rows, calibration_error(_bin_sums(rows, bins, kind), norm, debiased))
+    return _calibration_error(rows, bins, kind, norm, bool(debiased))
 
 
 def reliability_curve(
@@ -178,7 +178,7 @@ def reliability_curve(
     """
     bins = checked_bins(bins, kind)
     rows = checked_rows("probs", probs, labels, weights)
-    return ReliabilityCurve(*(_with_damage(rows, field) for field in curve(_bin_sums(rows, bins, kind))))
+    return _reliability_curve(rows, bins, kind)
 
 
 def calibration_error(sums: BinSums, norm: str, debiased: bool) -> Float[Array, ""]:
@@ -227,9 +227,14 @@ def _mean(rows, losses):
     return _with_damage(rows, _ratio(_sums.total(rows.weights * losses), _sums.total(rows.weights)))
 
 
+@functools.partial(jax.jit, static_argnames=("bins", "kind", "norm", "debiased"))
+def _calibration_error(rows, bins, kind, norm, debiased):
+    return _with_damage(rows, calibration_error(bin_sums(rows, bins, kind), norm, debiased))
+
+
 @functools.partial(jax.jit, static_argnames=("bins", "kind"))
-def _bin_sums(rows: Rows, bins: int, kind: str):
-    return bin_sums(rows, bins, kind)
+def _reliability_curve(rows, bins, kind):
+    return ReliabilityCurve(*(_with_damage(rows, field) for field in curve(bin_sums(rows, bins, kind))))
 
 
 def _ratio(a, b):

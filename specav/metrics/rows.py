@@ -111,8 +111,8 @@ def bin_sums(rows: Rows, bins: int, kind: str) -> BinSums:
         ends = jnp.searchsorted(before, jnp.arange(1, bins, dtype=jnp.float32) * spread / bins, side="right")
     ends = jnp.concatenate([ends, jnp.full((1,), p.shape[0], ends.dtype)])
     gap = w * (p - y)
-    columns = (w, w * p, w * y, gap, w * w, gap * gap)
-    return BinSums(*(_sums.segments(column, ends) for column in columns))
+    high, low = _sums.segments(jnp.stack([w, w * p, w * y, gap, w * w, gap * gap]), ends)
+    return BinSums(*zip(high, low, strict=True))
 
 
 def _inner_edges(bins):

@@ -103,7 +103,7 @@ def streaming_auc(
         error = 0.5 * _sums.total(accepted * rejected) / pairs
         return AUCBounds(jnp.where(known, value, jnp.nan), jnp.where(known, error, jnp.nan))
 
-    return StreamingMetric(init, update, merge, compute)
+    return _compiled(init, update, merge, compute)
 
 
 def streaming_log_loss() -> StreamingMetric:
@@ -163,7 +163,7 @@ def _streaming_mean(row_loss):
         loss, weight = ((high + low)[0] for high, low in state)
         return jnp.where(weight > 0, loss / jnp.where(weight > 0, weight, 1.0), jnp.nan)
 
-    return StreamingMetric(init, update, merge, compute)
+    return _compiled(init, update, merge, compute)
 
 
 def _streaming_bins(bins, read):
@@ -180,7 +180,12 @@ def _streaming_bins(bins, read):
     def merge(a, b):
         return BinSums(*(_sums.merge(x, y) for x, y in zip(a, b, strict=True)))
 
-    return StreamingMetric(init, update, merge, read)
+    return _compiled(init, update, merge, read)
+
+
+def _compiled(init, update, merge, compute):
+    """Compiled once per shape also where the caller does not."""
+    return StreamingMetric(init, jax.jit(update), jax.jit(merge), jax.jit(compute))
 
 
 def _pair_of_zeros(shape):
