@@ -133,9 +133,10 @@ def collect(settings: Settings, work: Path, data: Path | None = None, checkpoint
                     state, piece = advance(state)
                     pieces.append(jax.tree.map(np.asarray, piece))
                     bar.update(chunk)
-                joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
+                joined: Any = jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
                 request = index * settings.batch + np.arange(settings.batch, dtype=np.int32)
-                part = DraftedRounds(*joined, np.broadcast_to(request, (settings.rounds, settings.batch)))
+                request = np.broadcast_to(request, (settings.rounds, settings.batch))
+                part = DraftedRounds(*joined, request=request)  # pyright: ignore
                 _save(path, part)
             else:
                 bar.update(settings.rounds)
@@ -174,7 +175,7 @@ def _load(path: Path) -> DraftedRounds | None:
     """Reads one batch; None if there is none (a file that cannot be read is made again)."""
     if not path.exists():
         return None
-    zero = np.zeros(0)
+    zero: Any = np.zeros(0)
     empty = DraftedRounds(DraftFeatures(*[zero] * 5), zero, zero, Labels(zero, zero), zero, zero)
     try:
         with np.load(path) as file:

@@ -94,12 +94,12 @@ def predict_all(rounds: DraftedRounds, width: int) -> list[Predictions]:
     for name in FEATURES:
         makers[f"online {name}"] = online(width, (name,))
     makers["online all five"] = online(width, tuple(FEATURES))
-    raw = 1 / (1 + np.exp(-rounds.features.logit_q_max.astype(np.float64)))
+    raw = 1 / (1 + np.exp(-np.asarray(rounds.features.logit_q_max, np.float64)))
     result = [Predictions("raw q_max", "prefix", raw.astype(np.float32))]
     for name, estimator in tqdm(makers.items(), desc="replay", unit="estimator"):
         result.append(Predictions(name, feature_class(estimator.features), prequential(estimator, rounds)))
-    result.append(Predictions("ceiling alpha", "ceiling", rounds.prefix_acceptance))
-    result.append(Predictions("ceiling a", "ceiling", rounds.token_acceptance))
+    result.append(Predictions("ceiling alpha", "ceiling", np.asarray(rounds.prefix_acceptance)))
+    result.append(Predictions("ceiling a", "ceiling", np.asarray(rounds.token_acceptance)))
     return result
 
 

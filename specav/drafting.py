@@ -33,7 +33,7 @@ class Model(Protocol):
     """A language model as a pure function; see the module's docstring for what it must satisfy."""
 
     def __call__(
-        self, state: Any, tokens: Int[Array, "B T"], positions: Int[Array, " B"], num_tokens: Int[Array, " B"]
+        self, state: Any, tokens: Int[Array, "B T"], positions: Int[Array, " B"], num_tokens: Int[Array, " B"], /
     ) -> tuple[Float[Array, "B T V"], Any]:
         """Returns logits [B, T, V] and the new state."""
         ...

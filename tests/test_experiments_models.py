@@ -461,7 +461,7 @@ def test_shipped_files_are_small_and_fit_together():
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 5_000_000
     target, draft, tokenizer = shipped_pair()
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(m.params)) for m in (target, draft)]
-    assert 1_700_000 <= sizes[0] <= 2_000_000 and 200_000 <= sizes[1] <= 300_000
+    assert 1_700_000 <= sizes[0] <= 2_000_000 and 200_000 <= sizes[1] <= 400_000
     assert target.config.vocab_size == draft.config.vocab_size == tokenizer.vocab_size == 2048
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((target.params, draft.params)))
     for name, size in zip(("target", "draft"), sizes, strict=True):
@@ -472,7 +472,7 @@ def test_shipped_files_are_small_and_fit_together():
 
 def test_shipped_pair_on_held_out_text():
     target, draft, tokenizer = shipped_pair()
-    for workload, windows in evaluation.held_out_windows(tokenizer, num_windows=12).items():
+    for workload, windows in evaluation.held_out_windows(tokenizer, num_windows=24).items():
         alpha = evaluation.acceptance(target, draft, windows).mean()
         assert 0.6 <= alpha <= 0.85, (workload, alpha)
         report = json.loads((models.CHECKPOINTS / "target.json").read_text())["held_out_loss"]

@@ -206,6 +206,8 @@ def estimator(
 
     def step(state: Any, features: Any, probs: Any, labels: Labels, depth: Any = None):
         state = observe(state, features, probs, labels, depth)
-        return jax.lax.cond(due(state), refit, lambda s: (s, report(s, False)), state)
+        # Computed every round and selected: a branch would cost more, since accelerators fetch its predicate to the host.
+        now = due(state)
+        return jax.tree.map(lambda new, old: jnp.where(now, new, old), refit(state), (state, report(state, False)))
 
     return AcceptanceEstimator(init, predict_logistic, observe, refit, step, depends_on, features)
