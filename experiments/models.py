@@ -48,7 +48,7 @@ class Config(NamedTuple):
 
 
 TARGET = Config()
-DRAFT = Config(num_layers=2, num_heads=3, num_kv_heads=1, mlp_size=256)
+DRAFT = Config(num_layers=2, num_heads=2, num_kv_heads=1, mlp_size=256)
 
 KVCache = tuple[tuple[Float[Array, "B H L D"], Float[Array, "B H L D"]], ...]
 Apply = Callable[

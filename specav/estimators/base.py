@@ -206,7 +206,7 @@ def estimator(
 
     def step(state: Any, features: Any, probs: Any, labels: Labels, depth: Any = None):
         state = observe(state, features, probs, labels, depth)
-        # Computed every round and selected: a branch would cost more, since accelerators fetch its predicate to the host.
+        # Computed every round and selected: a branch would cost more, as accelerators fetch its predicate to the host.
         now = due(state)
         return jax.tree.map(lambda new, old: jnp.where(now, new, old), refit(state), (state, report(state, False)))
 
