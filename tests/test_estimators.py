@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from specav import estimators
 from specav.features import FEATURES
@@ -179,6 +180,24 @@ def test_vmap_and_half_precision(make):
     features, probs, labels = rounds[0]
     state, _ = step(start, features.astype(jnp.bfloat16), probs.astype(jnp.bfloat16), labels)
     same_type(state, start)
+
+
+@every
+def test_without_an_axis_name_each_replica_learns_for_itself(make):
+    estimator = make()
+    rounds = [a_round(estimator, seed) for seed in range(4)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rounds)
+    starts = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), estimator.init())
+
+    def learn(state, one):
+        state, one = jax.tree.map(lambda leaf: leaf[0], (state, one))
+        return jax.tree.map(lambda leaf: leaf[None], estimator.step(state, *one)[0])
+
+    spec, mesh = PartitionSpec("replicas"), Mesh(np.array(jax.devices()[:4]), ("replicas",))
+    states = jax.jit(jax.shard_map(learn, mesh=mesh, in_specs=(spec, spec), out_specs=spec))(starts, stacked)
+    alone = jax.jit(estimator.step)(estimator.init(), *rounds[3])[0]
+    for a, b in zip(jax.tree.leaves(states), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(a[3], b, rtol=1e-5, atol=1e-5)
 
 
 @every
