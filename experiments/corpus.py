@@ -13,6 +13,7 @@ import json
 import re
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ def documents(held_out: bool, data: Path | str | None = None) -> list[Document]:
       FileNotFoundError: `data` is not a folder, or holds none of the files.
       ValueError: a line of a data file is not what its format says.
     """
-    found = [*_library(), *_topics()]
+    found = list(_packaged())
     if data is not None:
         found += _data_documents(Path(data))
     held = {doc.name for doc in found if _side(doc)}
@@ -148,6 +149,11 @@ def _side(doc: Document) -> bool:
 
 def _paragraphs(text: str) -> set[str]:
     return {p.strip() for p in re.split(r"\n{2,}", text) if len(p) >= 40}
+
+
+@cache
+def _packaged() -> tuple[Document, ...]:
+    return (*_library(), *_topics())
 
 
 def _library() -> Iterator[Document]:
