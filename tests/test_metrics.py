@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sklearn.metrics
-from hypothesis import given
+from hypothesis import given, settings
 from sklearn.calibration import calibration_curve
 
 from specav import metrics
@@ -76,7 +76,7 @@ def reference_calibration(probs, labels, weights, bins, kind):
 
 
 @st.composite
-def labelled_rows(draw, size=48):
+def labelled_rows(draw, size=64):
     """float64 copies of float32 rows: ties, extreme probabilities, hard or soft labels, weights with zeros."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     probs = rng.random(size)
@@ -121,14 +121,13 @@ def test_rows_without_weight_do_not_matter(rows, seed):
     kept = w > 0
     noisy = [np.where(kept, x, rng.choice([np.nan, np.inf, -1.0, 0.5], x.shape)).astype(np.float32) for x in (p, y)]
     order = rng.permutation(len(p))
-    for kind in ("equal_width", "equal_mass"):
-        for function in (metrics.auc, metrics.log_loss, metrics.brier, metrics.expected_calibration_error):
-            options = {"kind": kind, "bins": 7} if function is metrics.expected_calibration_error else {}
-            want = function(p[kept], y[kept], weights=w[kept], **options)
-            np.testing.assert_allclose(function(*noisy, weights=w, **options), want, atol=1e-6)
-            # Neither the order of the rows nor the unit of the weights matters.
-            got = function(p[order], y[order], weights=4 * w[order], **options)
-            np.testing.assert_allclose(got, function(p, y, weights=w, **options), atol=1e-6)
+    mass = functools.partial(metrics.expected_calibration_error, kind="equal_mass", bins=16)
+    for function in (metrics.auc, metrics.log_loss, metrics.brier, metrics.expected_calibration_error, mass):
+        want = function(p[kept], y[kept], weights=w[kept])
+        np.testing.assert_allclose(function(*noisy, weights=w), want, atol=1e-6)
+        # Neither the order of the rows nor the unit of the weights matters.
+        got = function(p[order], y[order], weights=4 * w[order])
+        np.testing.assert_allclose(got, function(p, y, weights=w), atol=1e-6)
 
 
 def drawn(n, seed=0):
@@ -141,19 +140,17 @@ def drawn(n, seed=0):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 5000, 1_000_000])
+@pytest.mark.parametrize("n", [60, 5000, 1_000_000])
 def test_agrees_with_scikit_learn(n, weighted):
     probs, labels, weights = drawn(n)
     weights = weights if weighted else None
     p64 = probs.astype(np.float64)
     options = {"sample_weight": weights.astype(np.float64)} if weighted else {}
-    if n > 1:
-        labels[:2] = True, False
-        want = sklearn.metrics.roc_auc_score(labels, p64, **options)
-        np.testing.assert_allclose(metrics.auc(probs, labels, weights=weights), want, atol=1e-6)
-    want = sklearn.metrics.log_loss(labels, p64, labels=[False, True], **options)
+    want = sklearn.metrics.roc_auc_score(labels, p64, **options)
+    np.testing.assert_allclose(metrics.auc(probs, labels, weights=weights), want, atol=1e-6)
+    want = sklearn.metrics.log_loss(labels, p64, **options)
     np.testing.assert_allclose(metrics.log_loss(probs, labels, weights=weights), want, atol=1e-6)
-    want = sklearn.metrics.brier_score_loss(labels, p64, labels=[False, True], pos_label=True, **options)
+    want = sklearn.metrics.brier_score_loss(labels, p64, **options)
     np.testing.assert_allclose(metrics.brier(probs, labels, weights=weights), want, atol=1e-6)
 
 
@@ -174,10 +171,10 @@ def test_curve_agrees_with_scikit_learn(kind, strategy, bins, tied):
 
 def test_long_arrays_do_not_drift():
     # Equal rows are the worst case of a float32 sum: every addition rounds the same way.
-    n = 3_000_000
+    n = 1_000_000
     probs, labels = np.full(n, 0.1, np.float32), np.arange(n) % 10 == 0
     p = float(np.float32(0.1))
-    assert abs(np.cumsum(probs)[-1] / n - p) > 1e-4
+    assert abs(np.cumsum(probs)[-1] / n - p) > 1e-5
     want = -(0.1 * np.log(p) + 0.9 * np.log(1 - p))
     np.testing.assert_allclose(metrics.log_loss(probs, labels), want, rtol=2e-7)
     np.testing.assert_allclose(metrics.expected_calibration_error(probs, labels), p - 0.1, atol=1e-8)
@@ -243,10 +240,10 @@ def test_debiasing_takes_the_sampling_noise_off(n, noise):
     probs = jax.random.beta(jax.random.key(1), 2.0, 1.0, (400_000 // n, n))
     labels = jax.random.bernoulli(jax.random.key(2), probs)
 
-    def errors(p, **options):
-        return jax.jit(jax.vmap(lambda *row: metrics.expected_calibration_error(*row, **options)))(p, labels)
+    def errors(p, y):
+        return [metrics.expected_calibration_error(p, y, debiased=debiased) for debiased in (False, True)]
 
-    plain, debiased = float(errors(probs).mean()), float(errors(probs, debiased=True).mean())
+    plain, debiased = (float(e.mean()) for e in jax.jit(jax.vmap(errors))(probs, labels))
     assert 0.7 * noise < plain < 1.3 * noise
     assert abs(debiased) < (0.05 if n == 5_000 else 0.25) * plain
 
@@ -256,22 +253,23 @@ def test_debiased_l2_error_is_unbiased():
     truth = jax.random.uniform(jax.random.key(1), (2000, 200), minval=0.2, maxval=0.95)
     labels = jax.random.bernoulli(jax.random.key(2), truth)
 
-    def mean_square(debiased):
-        one = functools.partial(metrics.expected_calibration_error, bins=5, norm="l2", debiased=debiased)
-        return float(jnp.mean(jnp.square(jax.jit(jax.vmap(one))(truth - 0.2, labels))))
+    def errors(p, y):
+        return [metrics.expected_calibration_error(p, y, bins=5, norm="l2", debiased=d) for d in (False, True)]
 
-    assert abs(mean_square(True) - 0.04) < 1e-3 < 3e-3 < mean_square(False) - 0.04
+    plain, debiased = (float(jnp.mean(e**2)) for e in jax.jit(jax.vmap(errors))(truth - 0.2, labels))
+    assert abs(debiased - 0.04) < 1e-3 < 3e-3 < plain - 0.04
 
 
 def test_soft_labels_mean_the_same_as_hard_ones():
     key = jax.random.key(0)
-    probs = jax.random.uniform(key, (400,))
-    soft = jax.random.uniform(jax.random.fold_in(key, 1), (400,))
+    probs = jax.random.uniform(key, (32,))
+    soft = jax.random.uniform(jax.random.fold_in(key, 1), (32,))
     # Each soft row written as an accepted and a rejected one.
-    doubled, verdicts = jnp.concatenate([probs, probs]), jnp.concatenate([jnp.ones(400), jnp.zeros(400)])
+    doubled, verdicts = jnp.concatenate([probs, probs]), jnp.concatenate([jnp.ones(32), jnp.zeros(32)])
     weights = jnp.concatenate([soft, 1 - soft])
     for function in (metrics.auc, *EXACT.values()):
-        got, want = function(probs, soft), function(doubled, verdicts, weights=weights)
+        got = function(probs, soft)
+        want = function(doubled, verdicts, weights=weights)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -282,16 +280,18 @@ def leaves_close(a, b, **tolerance):
 
 
 @pytest.mark.parametrize("name", sorted(STREAMS))
+@settings(max_examples=20)
 @given(labelled_rows())
 def test_streams_merge_to_one_pass(name, rows):
     stream = STREAMS[name]
     p, y, w = as_float32(*rows)
     update = stream.update
     whole = update(stream.init(), p, y, w)
-    a, b, c = (update(stream.init(), p[i : i + 16], y[i : i + 16], w[i : i + 16]) for i in (0, 16, 32))
-    in_turn = update(
-        update(update(stream.init(), p[:16], y[:16], w[:16]), p[16:32], y[16:32], w[16:32]), p[32:], y[32:], w[32:]
-    )
+    # Three shards, dealt out at random; rows of the other shards have weight 0.
+    shard = np.random.default_rng(len(name)).integers(0, 3, p.shape)
+    parts = [jnp.where(shard == i, w, 0.0) for i in range(3)]
+    a, b, c = (update(stream.init(), p, y, part) for part in parts)
+    in_turn = functools.reduce(lambda state, part: update(state, p, y, part), parts, stream.init())
     for state in (
         in_turn,
         stream.merge(stream.merge(a, b), c),
@@ -303,10 +303,11 @@ def test_streams_merge_to_one_pass(name, rows):
         leaves_close(stream.compute(whole), EXACT[name](p, y, weights=w), rtol=3e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("bins", [1, 16, 2048])
-@pytest.mark.parametrize("inputs", ["probabilities", "logits"])
+@pytest.mark.parametrize(
+    ("bins", "inputs"), [(1, "probabilities"), (16, "probabilities"), (2048, "probabilities"), (2048, "logits")]
+)
 def test_streaming_auc_keeps_its_bound(bins, inputs):
-    probs, labels, weights = drawn(20_000)
+    probs, labels, weights = drawn(8000)
     scores = probs if inputs == "probabilities" else (30 * (probs - 0.5)).astype(np.float32)
     stream = metrics.streaming_auc(bins, inputs=inputs)
     got = stream.compute(stream.update(stream.init(), scores, labels, weights))
@@ -324,7 +325,7 @@ def test_streaming_auc_orders_the_ends_of_the_range():
     assert abs(float(got.auc) - float(metrics.auc(probs, labels))) <= float(got.error) + 1e-6
 
 
-@pytest.mark.parametrize("name", sorted(STREAMS))
+@pytest.mark.parametrize("name", ["auc", "log_loss", "curve"])  # the others have the states of these
 def test_ten_million_rows(name):
     # 1,221 batches of 8,192 rows, half of them equal: plain float32 sums lose digits here.
     stream = STREAMS[name]
@@ -340,7 +341,7 @@ def test_ten_million_rows(name):
 
 
 def test_jit_vmap_scan_and_device():
-    p = jax.random.uniform(jax.random.key(0), (4, 6, 10))
+    p = jax.random.uniform(jax.random.key(0), (4, 8, 8))
     y = jax.random.bernoulli(jax.random.key(1), p)
     w = jax.random.bernoulli(jax.random.key(2), 0.8, p.shape)
     for function in (metrics.auc, metrics.log_loss, EXACT["curve"]):

@@ -147,7 +147,7 @@ def expected_calibration_error(
     bins = checked_bins(bins, kind)
     one_of("norm", norm, ("l1", "l2"))
     rows = checked_rows("probs", probs, labels, weights)
-    return _calibration_error(rows, bins, kind, norm, bool(debiased))
+    return calibration_error(bin_sums(rows, bins, kind), norm, bool(debiased))
 
 
 def reliability_curve(
@@ -178,9 +178,10 @@ def reliability_curve(
     """
     bins = checked_bins(bins, kind)
     rows = checked_rows("probs", probs, labels, weights)
-    return _reliability_curve(rows, bins, kind)
+    return curve(bin_sums(rows, bins, kind))
 
 
+@functools.partial(jax.jit, static_argnames=("norm", "debiased"))
 def calibration_error(sums: BinSums, norm: str, debiased: bool) -> Float[Array, ""]:
     """The calibration error that the sums per bin stand for; NaN without rows."""
     weight, _, _, gap, square_weight, square_gap = (high + low for high, low in sums)
@@ -189,7 +190,7 @@ def calibration_error(sums: BinSums, norm: str, debiased: bool) -> Float[Array, 
         error = jnp.abs(gap)
         if debiased:
             error = error - jnp.sqrt(jnp.maximum(square_gap, 0.0) * (2.0 / np.pi))
-        return _ratio(_sums.total(error), _sums.total(weight))
+        return _ratio(*_sums.total(jnp.stack([error, weight])))
     if debiased:
         # (sum w r)^2 - sum (w r)^2 is the sum over ordered pairs of different rows, W^2 - sum w^2 its weight.
         pairs = size * size - square_weight
@@ -197,9 +198,10 @@ def calibration_error(sums: BinSums, norm: str, debiased: bool) -> Float[Array, 
         square = jnp.where(several, (gap * gap - square_gap) / jnp.where(several, pairs, 1.0), 0.0)
     else:
         square = (gap / size) ** 2
-    return jnp.sqrt(jnp.maximum(_ratio(_sums.total(weight * square), _sums.total(weight)), 0.0))
+    return jnp.sqrt(jnp.maximum(_ratio(*_sums.total(jnp.stack([weight * square, weight]))), 0.0))
 
 
+@jax.jit
 def curve(sums: BinSums) -> ReliabilityCurve:
     """The reliability curve that the sums per bin stand for."""
     weight, prediction, label = (high + low for high, low in sums[:3])
@@ -218,23 +220,14 @@ def _auc(rows):
     edge = jnp.ones((1,), jnp.bool_)
     before = jax.lax.cummax(jnp.where(jnp.concatenate([edge, changes]), before, 0.0))
     through = jax.lax.cummin(jnp.where(jnp.concatenate([changes, edge]), through, jnp.inf), reverse=True)
-    wins = _sums.total(accepted * (0.5 * (before + through)))
-    return _with_damage(rows, _ratio(wins, _sums.total(accepted) * _sums.total(rejected)))
+    wins = accepted * (0.5 * (before + through))
+    wins, accepted, rejected = _sums.total(jnp.stack([wins, accepted, rejected]))
+    return _with_damage(rows, _ratio(wins, accepted * rejected))
 
 
 @jax.jit
 def _mean(rows, losses):
-    return _with_damage(rows, _ratio(_sums.total(rows.weights * losses), _sums.total(rows.weights)))
-
-
-@functools.partial(jax.jit, static_argnames=("bins", "kind", "norm", "debiased"))
-def _calibration_error(rows, bins, kind, norm, debiased):
-    return _with_damage(rows, calibration_error(bin_sums(rows, bins, kind), norm, debiased))
-
-
-@functools.partial(jax.jit, static_argnames=("bins", "kind"))
-def _reliability_curve(rows, bins, kind):
-    return ReliabilityCurve(*(_with_damage(rows, field) for field in curve(bin_sums(rows, bins, kind))))
+    return _with_damage(rows, _ratio(*_sums.total(jnp.stack([rows.weights * losses, rows.weights]))))
 
 
 def _ratio(a, b):

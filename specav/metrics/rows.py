@@ -1,5 +1,6 @@
 """What all metrics share: checked rows, the loss of each row, and sums per bin of prediction."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -49,22 +50,30 @@ class BinSums(NamedTuple):
 
 def checked_rows(name: str, predictions, labels, weights) -> Rows:
     """`Rows` of arrays of one shape; `name` is what the first argument is called."""
-    predictions = shaped({}, name, predictions, "...", "float").astype(jnp.float32)
-    weights = jnp.ones(predictions.shape, jnp.float32) if weights is None else weights
-    columns = [predictions]
+    predictions = shaped({}, name, predictions, "...", "float")
+    columns = []
     for argument, value in (("labels", labels), ("weights", weights)):
+        if value is None and argument == "weights":
+            columns.append(None)
+            continue
         kind = "bool" if jnp.result_type(value) == jnp.bool_ else "real"
-        value = shaped({}, argument, value, "...", kind).astype(jnp.float32)
+        value = shaped({}, argument, value, "...", kind)
         if value.shape != predictions.shape:
             raise ValueError(f"{argument}: expected shape {list(predictions.shape)} as {name}, got {list(value.shape)}")
         columns.append(value)
-    size = predictions.size
-    padding = (1 << max(size - 1, 0).bit_length()) - size
-    return _rows(*(jnp.pad(column.reshape(-1), (0, padding)) for column in columns))
+    return _rows(predictions, *columns)
 
 
 @jax.jit
 def _rows(predictions, labels, weights):
+    size = predictions.size
+    weights = jnp.ones((size,), jnp.float32) if weights is None else weights
+
+    def flat(column):
+        padding = (1 << max(size - 1, 0).bit_length()) - size
+        return jnp.pad(column.astype(jnp.float32).reshape(-1), (0, padding))
+
+    predictions, labels, weights = flat(predictions), flat(labels), flat(weights)
     live = weights > 0  # false for NaN
     predictions, labels = jnp.where(live, predictions, 0.0), jnp.where(live, labels, 0.0)
     damaged = jnp.any(jnp.isnan(predictions) | jnp.isnan(labels))
@@ -89,6 +98,7 @@ def checked_bins(bins: int, kind: str) -> int:
     return static_int("bins", bins, 1)
 
 
+@functools.partial(jax.jit, static_argnames=("bins", "kind"))
 def bin_sums(rows: Rows, bins: int, kind: str) -> BinSums:
     """`BinSums` over `bins` bins of the predictions, clipped to [0, 1].
 
@@ -112,7 +122,12 @@ def bin_sums(rows: Rows, bins: int, kind: str) -> BinSums:
     ends = jnp.concatenate([ends, jnp.full((1,), p.shape[0], ends.dtype)])
     gap = w * (p - y)
     high, low = _sums.segments(jnp.stack([w, w * p, w * y, gap, w * w, gap * gap]), ends)
-    return BinSums(*zip(high, low, strict=True))
+    return damage(BinSums(*zip(high, low, strict=True)), rows)
+
+
+def damage(sums, rows: Rows):
+    """NaN in every sum if a row that counts holds one."""
+    return jax.tree.map(lambda x: jnp.where(rows.damaged, jnp.nan, x), sums)
 
 
 def _inner_edges(bins):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from specav import _sums
 from specav._checks import one_of, static_float, static_int
 from specav.metrics.arrays import calibration_error, curve
-from specav.metrics.rows import BinSums, bin_sums, checked_bins, checked_rows, row_brier, row_log_loss
+from specav.metrics.rows import BinSums, bin_sums, checked_bins, checked_rows, damage, row_brier, row_log_loss
 
 
 class StreamingMetric(NamedTuple):
@@ -79,15 +79,13 @@ def streaming_auc(
     def init():
         return _pair_of_zeros((bins,)), _pair_of_zeros((bins,))
 
-    def update(state, predictions, labels, weights=None):
-        rows = checked_rows(inputs, predictions, labels, weights)
+    def update(state, rows):
         accepted, rejected = rows.weights * rows.labels, rows.weights * (1.0 - rows.labels)
         scores, accepted, rejected = jax.lax.sort((rows.predictions, accepted, rejected), num_keys=1)
         # Cells by comparison with their edges, never by a rounded logit: their order is that of the scores.
         ends = jnp.searchsorted(scores, jnp.asarray(edges), side="right")
         ends = jnp.concatenate([ends, jnp.full((1,), scores.shape[0], ends.dtype)])
-        batch = (_sums.segments(accepted, ends), _sums.segments(rejected, ends))
-        return merge(state, _damage(batch, rows))
+        return merge(state, damage(_segments((accepted, rejected), ends), rows))
 
     def merge(a, b):
         return tuple(_sums.merge(x, y) for x, y in zip(a, b, strict=True))
@@ -96,14 +94,12 @@ def streaming_auc(
         accepted, rejected = (high + low for high, low in state)
         high, low = _sums.cumulative(rejected)
         below = (high + low) - 0.5 * rejected
-        pairs = _sums.total(accepted) * _sums.total(rejected)
-        known = pairs > 0
-        pairs = jnp.where(known, pairs, 1.0)
-        value = _sums.total(accepted * below) / pairs
-        error = 0.5 * _sums.total(accepted * rejected) / pairs
+        sums = _sums.total(jnp.stack([accepted, rejected, accepted * below, accepted * rejected]))
+        pairs, known = sums[0] * sums[1], sums[0] * sums[1] > 0
+        value, error = sums[2] / jnp.where(known, pairs, 1.0), 0.5 * sums[3] / jnp.where(known, pairs, 1.0)
         return AUCBounds(jnp.where(known, value, jnp.nan), jnp.where(known, error, jnp.nan))
 
-    return _compiled(init, update, merge, compute)
+    return _compiled(inputs, init, update, merge, compute)
 
 
 def streaming_log_loss() -> StreamingMetric:
@@ -150,11 +146,9 @@ def _streaming_mean(row_loss):
     def init():
         return _pair_of_zeros((1,)), _pair_of_zeros((1,))
 
-    def update(state, predictions, labels, weights=None):
-        rows = checked_rows("probs", predictions, labels, weights)
+    def update(state, rows):
         ends = jnp.full((1,), rows.weights.shape[0], jnp.int32)
-        batch = (_sums.segments(rows.weights * row_loss(rows), ends), _sums.segments(rows.weights, ends))
-        return merge(state, _damage(batch, rows))
+        return merge(state, damage(_segments((rows.weights * row_loss(rows), rows.weights), ends), rows))
 
     def merge(a, b):
         return tuple(_sums.merge(x, y) for x, y in zip(a, b, strict=True))
@@ -163,7 +157,7 @@ def _streaming_mean(row_loss):
         loss, weight = ((high + low)[0] for high, low in state)
         return jnp.where(weight > 0, loss / jnp.where(weight > 0, weight, 1.0), jnp.nan)
 
-    return _compiled(init, update, merge, compute)
+    return _compiled("probs", init, update, merge, compute)
 
 
 def _streaming_bins(bins, read):
@@ -173,25 +167,29 @@ def _streaming_bins(bins, read):
     def init():
         return BinSums(*(_pair_of_zeros((bins,)) for _ in BinSums._fields))
 
-    def update(state, predictions, labels, weights=None):
-        rows = checked_rows("probs", predictions, labels, weights)
-        return merge(state, _damage(bin_sums(rows, bins, "equal_width"), rows))
+    def update(state, rows):
+        return merge(state, bin_sums(rows, bins, "equal_width"))
 
     def merge(a, b):
         return BinSums(*(_sums.merge(x, y) for x, y in zip(a, b, strict=True)))
 
-    return _compiled(init, update, merge, read)
+    return _compiled("probs", init, update, merge, read)
 
 
-def _compiled(init, update, merge, compute):
-    """Compiled once per shape also where the caller does not."""
-    return StreamingMetric(init, jax.jit(update), jax.jit(merge), jax.jit(compute))
+def _compiled(name, init, update, merge, compute):
+    """The metric; every function compiled once per (padded) shape also where the caller compiles nothing."""
+    add, merge, compute = jax.jit(update), jax.jit(merge), jax.jit(compute)
+
+    def checked_update(state, predictions, labels, weights=None):
+        return add(state, checked_rows(name, predictions, labels, weights))
+
+    return StreamingMetric(init, checked_update, merge, compute)
+
+
+def _segments(columns, ends):
+    """A pair of sums per column."""
+    return tuple(zip(*_sums.segments(jnp.stack(columns), ends), strict=True))
 
 
 def _pair_of_zeros(shape):
     return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
-
-
-def _damage(sums, rows):
-    """NaN in every sum if a row that counts holds one."""
-    return jax.tree.map(lambda x: jnp.where(rows.damaged, jnp.nan, x), sums)
