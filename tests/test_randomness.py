@@ -11,16 +11,17 @@ from scipy import stats
 from specav import randomness
 from tests.laws import LEVEL, at_total_variation, chi_square
 
+many = jax.jit(jax.vmap(randomness.categorical, in_axes=(0, None)))
+
 
 def draws(weights, number, seed=0):
-    keys = jax.random.split(jax.random.key(seed), number)
-    return np.asarray(
-        jax.jit(jax.vmap(lambda key: randomness.categorical(key, jnp.asarray(weights, jnp.float32))))(keys)
-    )
+    return np.asarray(many(jax.random.split(jax.random.key(seed), number), jnp.asarray(weights, jnp.float32)))
 
 
 @given(
-    st.lists(st.sampled_from([0.0, 1e-38, 1e-12, 0.3, 1.0, 7.0, 1e30]), min_size=1, max_size=9),
+    st.sampled_from([1, 2, 5, 8]).flatmap(
+        lambda size: st.lists(st.sampled_from([0.0, 1e-38, 1e-12, 0.3, 1.0, 7.0, 1e30]), min_size=size, max_size=size)
+    ),
     st.integers(0, 2**31 - 1),
 )
 def test_a_weight_of_zero_is_never_drawn(weights, seed):
@@ -42,16 +43,22 @@ def test_draws_follow_the_weights_and_a_fault_is_seen(size):
         assert not chi_square(counts, at_total_variation(law, 0.02)).passed
 
 
-def rare_hits(draw, number=1_300_000, chunk=100_000):
-    """How often 1,000 tokens of weight 1e-7 are drawn beside one of weight 1."""
+def rare_hits(draw, number=2_000_000, chunk=5_000):
+    """How often 1,000 tokens of weight 1e-7 are drawn beside one of weight 1.
+
+    The Gumbel draw loses some 40 % of that mass; at level 1e-6 it takes about 2e6 draws to see that with certainty.
+    """
     weights = jnp.full((1001,), 1e-7, jnp.float32).at[500].set(1.0)
 
     @jax.jit
     def hits(key):
-        drawn = jax.vmap(lambda k: draw(k, weights))(jax.random.split(key, chunk))
-        return jnp.sum(drawn != 500)
+        def one(count, key):  # small chunks stay in the cache
+            drawn = jax.vmap(lambda k: draw(k, weights))(jax.random.split(key, chunk))
+            return count + jnp.sum(drawn != 500), None
 
-    return sum(int(hits(jax.random.key(seed))) for seed in range(number // chunk)), number
+        return jax.lax.scan(one, 0, jax.random.split(key, number // chunk))[0]
+
+    return int(hits(jax.random.key(0))), number
 
 
 def test_rare_tokens_keep_their_mass_where_the_default_gumbel_draw_fails():
