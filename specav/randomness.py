@@ -83,17 +83,15 @@ def categorical(key: Key[Array, ""], weights: Float[Array, " V"]) -> Int[Array, 
     Returns:
       int32 []; index 0 if every weight is zero.
     """
-    levels = [weights.astype(jnp.float32)]
+    # Padded once, to a power of two: padding odd levels one by one makes XLA (jax 0.12, CPU) compile for minutes.
+    size = weights.shape[0]
+    levels = [jnp.pad(weights.astype(jnp.float32), (0, (1 << max(size - 1, 0).bit_length()) - size))]
     while levels[-1].shape[0] > 1:
-        level = levels[-1]
-        if level.shape[0] % 2:
-            level = jnp.pad(level, (0, 1))
-        levels.append(level[0::2] + level[1::2])
+        levels.append(levels[-1][0::2] + levels[-1][1::2])
     bits = jax.random.bits(key, (max(len(levels) - 1, 1), 2), jnp.uint32)
     index = jnp.zeros((), jnp.int32)
     for depth, level in enumerate(reversed(levels[:-1])):
-        left = level[2 * index]
-        right = level.at[2 * index + 1].get(mode="fill", fill_value=0.0)
+        left, right = level[2 * index], level[2 * index + 1]
         right_is_less = right < left
         less = jnp.where(right_is_less, right, left)
         total = left + right
