@@ -1,0 +1,1 @@
+"""The losslessness laboratory: prove a policy exact, or show the leak."""
