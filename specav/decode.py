@@ -17,12 +17,11 @@ from specav._checks import one_of, shaped, static_int
 from specav.drafting import DraftContext, Drafter, Model, features_of_drafts
 from specav.estimators.base import AcceptanceEstimator
 from specav.features import DraftFeatures, stack_features
-from specav.labels import Labels, verification_labels
+from specav.labels import RULES, Labels, verification_labels
 from specav.policies import Policy, PolicyInputs
 from specav.sampling import SamplingParams, process_logits, sample
 from specav.survival import survival_probabilities
 from specav.verification import (
-    RULES,
     Acceptance,
     DraftBlock,
     VerifyResult,
@@ -43,6 +42,7 @@ class DecodeState(NamedTuple):
       finished: bool [B].
       kept: the drafts kept by the deferred rule (num_drafts 0 under the others).
       owes_bonus: bool [B], an exhausted block that has to draw its bonus in a round without drafts.
+      last_accepted, last_tested: int32 [B], verdicts of the previous round, 0 before the first.
       target, drafter, estimator, policy: their states.
       statistics: counts.
     """
@@ -54,6 +54,8 @@ class DecodeState(NamedTuple):
     finished: Bool[Array, " B"]
     kept: DraftBlock
     owes_bonus: Bool[Array, " B"]
+    last_accepted: Int[Array, " B"]
+    last_tested: Int[Array, " B"]
     target: Any
     drafter: Any
     estimator: Any
@@ -72,6 +74,7 @@ class RoundInfo(NamedTuple):
       features: DraftFeatures [B, K].
       acceptance: float32 [B, K], predictions made at draft time.
       num_verified: int32 [B].
+      target_logits: float32 [B, K+1, V], processed; rows 0..num_verified are the target's, the rest means nothing.
       result: VerifyResult, before EOS truncation.
       num_committed: int32 [B], tokens committed by this round.
       labels: Labels [B, K].
@@ -86,6 +89,7 @@ class RoundInfo(NamedTuple):
     features: DraftFeatures
     acceptance: Float[Array, "B K"]
     num_verified: Int[Array, " B"]
+    target_logits: Float[Array, "B K1 V"]
     result: VerifyResult
     num_committed: Int[Array, " B"]
     labels: Labels
@@ -250,6 +254,8 @@ def decoder(
                 origin=jnp.zeros((batch, width), jnp.int32),
             ),
             owes_bonus=jnp.zeros((batch,), jnp.bool_),
+            last_accepted=zero,
+            last_tested=zero,
             target=target_state,
             drafter=drafter_state,
             estimator=_initial(estimator, estimator_state),
@@ -277,6 +283,8 @@ def decoder(
             survival=survival,
             active=active,
             num_drafting=jnp.sum(num_new > 0, dtype=jnp.int32),  # kept drafts cost nothing to draft
+            last_accepted=state.last_accepted,
+            last_tested=state.last_tested,
         )
         num_verified, policy_state = policy.decide(state.policy, inputs)
         num_verified = jnp.clip(num_verified, 0, block.num_drafts)
@@ -334,6 +342,7 @@ def decoder(
             features=features,
             acceptance=acceptance,
             num_verified=num_verified,
+            target_logits=logits,
             result=result,
             num_committed=num_committed,
             labels=labels,
@@ -358,6 +367,8 @@ def decoder(
                 finished=finished,
                 kept=kept,
                 owes_bonus=owes_bonus,
+                last_accepted=result.num_accepted,
+                last_tested=result.num_tested,
                 target=target_state,
                 drafter=drafter_state,
                 estimator=estimator_state,

@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from specav._checks import one_of, shaped, static_int
 
+RULES = ("standard", "coupled", "deferred")
+
 
 class Labels(NamedTuple):
     """What one round of verification teaches.
@@ -85,7 +87,7 @@ def num_tested_drafts(
     Raises:
       TypeError, ValueError: wrong shapes or dtypes, or an unknown rule.
     """
-    one_of("rule", rule, ("standard", "coupled", "deferred"))
+    one_of("rule", rule, RULES)
     dims: dict = {}
     num_verified = shaped(dims, "num_verified", num_verified, "B", "int").astype(jnp.int32)
     num_drafts = jnp.maximum(shaped(dims, "num_drafts", num_drafts, "B", "int").astype(jnp.int32), 0)

@@ -29,12 +29,17 @@ def choose_budget(
     num_sampling: int | Int[Array, ""],
     *,
     num_drafting: int | Int[Array, ""] | None = None,
+    search: str = "argmax",
 ) -> Int[Array, ""]:
     """The number of drafts to verify that maximises expected tokens per second of the step.
 
     B* = argmax_B [num_sampling + sum of the B best S] / [draft_cost(R) + verify_cost(num_base_tokens + B)], over
     B = 0 .. sum of num_drafts. Ties go to the smallest B. Sums and quotients are float32: values of the objective
     that differ by less than about 1e-6 of themselves may count as ties.
+
+    With search="early_stop", B* is instead the first B that the next slot does not improve. That is a local maximum,
+    but it reads no slot behind the next one, which is what makes a budget of the current round admissible
+    (`specav.policies.early_stop`).
 
     Args:
       survival: float [B, K], non-increasing along K (`survival_probabilities`); clipped to [0, 1], NaN counts as 0.
@@ -44,6 +49,7 @@ def choose_budget(
       num_sampling: int [], requests that emit a token in this step whatever is verified, clamped to >= 0.
       num_drafting: int [], R, requests that pay for drafting. Default: those with num_drafts > 0. Under the deferred
         rule give the number of requests with *new* drafts.
+      search: "argmax" or "early_stop".
 
     Returns:
       int32 [], 0 .. sum of num_drafts.
@@ -52,10 +58,12 @@ def choose_budget(
       TypeError, ValueError: wrong dtypes or shapes.
 
     References:
-      The goodput objective of DSpark (algorithm 1) and TurboSpec (Liu et al., 2024), over a table of step times.
+      The goodput objective of DSpark (algorithm 1, whose search is the early stop) and TurboSpec (Liu et al., 2024),
+      over a table of step times.
       Under the deferred rule it is myopic: a slot left out is tested later, not lost.
     """
     dims: dict[str, Any] = {}
+    one_of("search", search, ("argmax", "early_stop"))
     survival = shaped(dims, "survival", survival, "B K", "float").astype(jnp.float32)
     num_drafts = shaped(dims, "num_drafts", num_drafts, "B", "int").astype(jnp.int32)
     base = jnp.maximum(shaped({}, "num_base_tokens", num_base_tokens, "", "int").astype(jnp.int32), 0)
@@ -71,6 +79,9 @@ def choose_budget(
     budgets = jnp.arange(gain.shape[0], dtype=jnp.int32)
     rate = (sampling.astype(jnp.float32) + gain) / (draft_cost(costs, drafting) + verify_cost(costs, base + budgets))
     rate = jnp.where(budgets <= jnp.sum(valid, dtype=jnp.int32), rate, -jnp.inf)
+    if search == "early_stop":
+        following = jnp.concatenate([rate[1:], jnp.full((1,), -jnp.inf)])
+        return jnp.argmax(following <= rate).astype(jnp.int32)  # the first that is not improved
     return jnp.argmax(rate).astype(jnp.int32)  # the first maximum
 
 

@@ -26,8 +26,6 @@ from specav._checks import one_of, shaped
 from specav.labels import num_tested_drafts
 from specav.sampling import law, token_probability
 
-RULES = ("standard", "coupled", "deferred")
-
 
 class VerifyResult(NamedTuple):
     """What one round of verification emitted.

@@ -234,7 +234,7 @@ ALL, NOT_STANDARD, DEFERRED = ("standard", "coupled", "deferred"), ("coupled", "
 )
 def test_verdicts(name, estimator, drafter, depends, rules):
     policy = LIBRARY[name]
-    assert policies.dependence(policy, estimator) == depends
+    assert policies.declared_dependence(policy, estimator) == depends
     found = policies.verdict(policy, acceptance_depends_on=estimator, drafter=drafter)
     assert found == (depends, rules, rules)
     assert policies.lossless_rules(policy, estimator, drafter) == rules
@@ -283,13 +283,13 @@ def test_false_declarations_are_refused():
     good = LIBRARY["fixed"]
     for field, value in (("window", "future"), ("couples", "some"), ("reads", ("q",))):
         with pytest.raises(ValueError, match=rf"{field} of policy 'fixed\(2\)': expected one of"):
-            policies.dependence(good._replace(**{field: value}))
+            policies.declared_dependence(good._replace(**{field: value}))
     with pytest.raises(ValueError, match="rule: expected one of 'standard', 'coupled', 'deferred', got 'greedy'"):
         policies.require_lossless(good, "greedy")
     with pytest.raises(ValueError, match="drafter: expected one of"):
         policies.lossless_rules(good, drafter="tree")
     with pytest.raises(ValueError, match="acceptance_depends_on: expected one of 'prefix', 'draw'"):
-        policies.dependence(good, "past")
+        policies.declared_dependence(good, "past")
 
 
 @every

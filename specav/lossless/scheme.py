@@ -110,7 +110,7 @@ def scheme_fault(scheme: Scheme, *, vocabulary: int = 8, trials: int = 64, seed:
     distance = 0.5 * np.abs(one_token_law(scheme, z, y) - promised).sum(axis=-1).max()
     if distance < 1e-12:
         return None
-    return f"{scheme.name}: the verifier's laws are not those of the drafts (total variation up to {distance:.2g} per token)"
+    return f"{scheme.name}: the verifier's laws are not those of the drafts (total variation {distance:.2g} per token)"
 
 
 def one_token_law(scheme: Scheme, draft_logits: np.ndarray, target_logits: np.ndarray) -> np.ndarray:

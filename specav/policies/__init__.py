@@ -11,38 +11,68 @@ combinations that are not exact. Whether draft x_i is verified may depend on
 What others draw never matters for a request's own law; for the joint law of a batch it does, see `Policy.couples`.
 """
 
-from specav.policies.base import Policy, PolicyInputs
+from specav.policies.base import Admission, Policy, PolicyInputs, by_admission, by_number, by_slots
 from specav.policies.exactness import (
     COUPLINGS,
     DRAFTERS,
     RULES,
     WINDOWS,
     Verdict,
-    dependence,
+    declared_dependence,
     lossless_rules,
     require_lossless,
     verdict,
 )
-from specav.policies.simple import everything, fixed, nothing, survival_threshold, threshold
-from specav.policies.trimming import TrimmerState, live_argmax, trimmer
+from specav.policies.simple import everything, fixed, nothing
+from specav.policies.stopping import (
+    AdaptiveThresholdState,
+    adaedl,
+    clear_short,
+    confidence_stop,
+    cumulative_confidence,
+    draft_and_verify,
+    entropy_stop,
+    mean_threshold,
+    specdec_stop,
+    stop_after,
+    survival_threshold,
+    threshold,
+)
+from specav.policies.trimming import TrimmerState, early_stop, live_argmax, tetris, trimmer
 
 __all__ = [
     "COUPLINGS",
     "DRAFTERS",
     "RULES",
     "WINDOWS",
+    "AdaptiveThresholdState",
+    "Admission",
     "Policy",
     "PolicyInputs",
     "TrimmerState",
     "Verdict",
-    "dependence",
+    "adaedl",
+    "by_admission",
+    "by_number",
+    "by_slots",
+    "clear_short",
+    "confidence_stop",
+    "cumulative_confidence",
+    "declared_dependence",
+    "draft_and_verify",
+    "early_stop",
+    "entropy_stop",
     "everything",
     "fixed",
     "live_argmax",
     "lossless_rules",
+    "mean_threshold",
     "nothing",
     "require_lossless",
+    "specdec_stop",
+    "stop_after",
     "survival_threshold",
+    "tetris",
     "threshold",
     "trimmer",
     "verdict",

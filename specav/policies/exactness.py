@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 from specav._checks import one_of
 from specav.features import FEATURES
+from specav.labels import RULES
 from specav.policies.base import Policy
 
-RULES = ("standard", "coupled", "deferred")
 DRAFTERS = ("autoregressive", "parallel", "point_mass")
-WINDOWS = ("past", "causal", "block")
+WINDOWS = ("past", "strict", "causal", "block")
 COUPLINGS = ("none", "sequential", "live")
 
 
@@ -16,7 +16,7 @@ class Verdict(NamedTuple):
     """What follows from a policy's declaration (not from its code).
 
     Attributes:
-      dependence: see `dependence`.
+      dependence: see `declared_dependence`.
       marginal: rules under which every request's own output law is exact.
       joint: rules under which the joint law of a batch is exact as well. It matters when samples are compared, as with
         several answers to one prompt.
@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
     joint: tuple[str, ...]
 
 
-def dependence(policy: Policy, acceptance_depends_on: str = "prefix") -> str:
+def declared_dependence(policy: Policy, acceptance_depends_on: str = "prefix") -> str:
     """What the decision about draft x_i depends on: the declared window and the class of what is read in it.
 
     Args:
@@ -45,8 +45,10 @@ def dependence(policy: Policy, acceptance_depends_on: str = "prefix") -> str:
     one_of(f"couples of policy {policy.name!r}", policy.couples, COUPLINGS)
     for read in policy.reads:
         one_of(f"reads of policy {policy.name!r}", read, (*FEATURES, "acceptance", "survival", "draft_tokens"))
-    if policy.window != "causal":
+    if policy.window in ("past", "block"):
         return policy.window
+    if policy.window == "strict":  # draws before x_i are part of its prefix
+        return "prefix"
     return "draw" if _draw_reads(policy, acceptance_depends_on) else "prefix"
 
 
@@ -60,7 +62,7 @@ def verdict(policy: Policy, *, acceptance_depends_on: str = "prefix", drafter: s
     tokens are draws of the block, so declare their estimator as "draw".)
 
     Args:
-      policy, acceptance_depends_on: as in `dependence`.
+      policy, acceptance_depends_on: as in `declared_dependence`.
       drafter: "autoregressive" (Markov heads included), "parallel" or "point_mass", `Drafter.kind`.
 
     Returns:
@@ -70,7 +72,7 @@ def verdict(policy: Policy, *, acceptance_depends_on: str = "prefix", drafter: s
       ValueError: unknown names.
     """
     one_of("drafter", drafter, DRAFTERS)
-    reads = dependence(policy, acceptance_depends_on)
+    reads = declared_dependence(policy, acceptance_depends_on)
     sees_no_draw = drafter == "point_mass" or (drafter == "parallel" and not _draw_reads(policy, acceptance_depends_on))
     if sees_no_draw or reads == "past":
         return Verdict(reads, RULES, RULES)

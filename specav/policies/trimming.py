@@ -1,4 +1,4 @@
-"""Policies that spend one budget on a whole batch: the trimmer, and its live form."""
+"""Policies that spend one budget on a whole batch: the trimmer, its live forms, and a constant capacity."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ from jaxtyping import Array, Int
 
 from specav._checks import one_of, shaped, static_int
 from specav.costs import CostTable
-from specav.policies.base import Policy, by_slots, read_input, usable_drafts
+from specav.policies.base import Admission, Policy, by_admission, by_slots, read_input, usable_drafts
+from specav.policies.stopping import drawn_confidence
 from specav.trimmer import allocate_slots, choose_budget
 
 _EVERYTHING = 2**31 - 1
@@ -58,10 +59,17 @@ def trimmer(
     def init():
         return TrimmerState(jnp.asarray(budget, jnp.int32))
 
+    def admission(state, inputs):
+        survival, num_drafts, counts, _ = _whole_batch("trimmer", inputs, axis_name)
+        return Admission(survival, state.budget), TrimmerState(choose_budget(survival, num_drafts, costs, **counts))
+
+    if axis_name is None:
+        return by_admission("trimmer", admission, init=init, method=method, window="causal", reads=("survival",))
+
     def slots(state, inputs):
-        survival, num_drafts, counts, own_rows = _whole_batch("trimmer", inputs, axis_name)
-        taken = allocate_slots(survival, state.budget, num_drafts, method=method)
-        return own_rows(taken), TrimmerState(choose_budget(survival, num_drafts, costs, **counts))
+        _, num_drafts, _, own_rows = _whole_batch("trimmer", inputs, axis_name)
+        (survival, budget), state = admission(state, inputs)
+        return own_rows(allocate_slots(survival, budget, num_drafts, method=method)), state
 
     return by_slots("trimmer", slots, init=init, reads=("survival",), couples="sequential", window="causal")
 
@@ -72,14 +80,57 @@ def live_argmax(costs: CostTable, *, axis_name: str | tuple[str, ...] | None = N
     The argmax looks at every position of the block, so only the deferred rule keeps it lossless (and parallel drafters
     under prefix features). For research and comparison; arguments as in `trimmer`.
     """
+    return _live("live_argmax", "argmax", costs, axis_name, method, couples="live", window="block")
+
+
+def early_stop(costs: CostTable, *, axis_name: str | tuple[str, ...] | None = None, method: str = "sort") -> Policy:
+    """Admits slots of this round by survival, until the next one would not raise tokens per second.
+
+    Unlike the argmax, the search reads no slot behind the first that is left out, so that it decides in one order from
+    what is revealed: a decision depends on the estimator's class at positions <= i, and the joint law of the batch is
+    exact where every request's own is. A local maximum; arguments as in `trimmer`.
+
+    References:
+      DSpark, algorithm 1.
+    """
+    return _live("early_stop", "early_stop", costs, axis_name, method, couples="sequential", window="causal")
+
+
+def tetris(capacity: int, *, method: str = "sort") -> Policy:
+    """TETRIS: the `capacity` drafts of the batch with the highest q_1(x_1) ... q_i(x_i).
+
+    A constant budget, spent on the confidence of the drawn tokens: lossless under the coupled and the deferred rule.
+
+    Args:
+      capacity: drafts verified per round over the whole batch, at least 0.
+      method: of `allocate_slots`.
+
+    Raises:
+      TypeError, ValueError: a bad capacity or method.
+
+    References:
+      Wu et al., TETRIS: Optimal Draft Token Selection for Batch Speculative Decoding, 2025.
+    """
+    capacity = static_int("capacity", capacity, 0)
+    one_of("method", method, ("sort", "pairwise"))
+    name = f"tetris({capacity})"
+
+    def admission(state, inputs):
+        return Admission(drawn_confidence(name, inputs), jnp.asarray(capacity, jnp.int32)), state
+
+    return by_admission(name, admission, method=method, window="causal", reads=("logit_q_sampled",))
+
+
+def _live(name, search, costs, axis_name, method, *, couples, window):
+    """Policies whose budget is chosen from this round's survival."""
     one_of("method", method, ("sort", "pairwise"))
 
     def slots(state, inputs):
-        survival, num_drafts, counts, own_rows = _whole_batch("live_argmax", inputs, axis_name)
-        budget = choose_budget(survival, num_drafts, costs, **counts)
+        survival, num_drafts, counts, own_rows = _whole_batch(name, inputs, axis_name)
+        budget = choose_budget(survival, num_drafts, costs, search=search, **counts)
         return own_rows(allocate_slots(survival, budget, num_drafts, method=method)), state
 
-    return by_slots("live_argmax", slots, reads=("survival",), couples="live", window="block")
+    return by_slots(name, slots, reads=("survival",), couples=couples, window=window)
 
 
 def _whole_batch(policy_name, inputs, axis_name):

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from specav._checks import one_of, shaped, static_int
 from specav.features import FEATURES, DraftFeatures, draft_features
-from specav.labels import Labels, num_tested_drafts, verification_labels
+from specav.labels import RULES, Labels, num_tested_drafts, verification_labels
 from specav.sampling import token_probability
-from specav.verification import RULES, acceptance_probabilities, speculative_verify
+from specav.verification import acceptance_probabilities, speculative_verify
 
 _Any = Array | np.ndarray
 
