@@ -1,6 +1,6 @@
 """Policies that spend one budget on a whole batch: the trimmer, its live forms, and a constant capacity."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +144,7 @@ def _whole_batch(policy_name, inputs, axis_name):
         "num_sampling": (inputs.num_sampling, active),
         "num_drafting": (inputs.num_drafting, jnp.sum(num_drafts > 0, dtype=jnp.int32)),
     }
-    counts = {
+    counts: dict[str, Any] = {
         name: default if value is None else shaped({}, f"inputs.{name}", value, "", "int").astype(jnp.int32)
         for name, (value, default) in given.items()
     }
