@@ -11,7 +11,7 @@ combinations that are not exact. Whether draft x_i is verified may depend on
 What others draw never matters for a request's own law; for the joint law of a batch it does, see `Policy.couples`.
 """
 
-from specav.policies.base import Admission, Policy, PolicyInputs, by_admission, by_number, by_slots
+from specav.policies.base import Admission, Policy, PolicyInputs, by_admission, by_number, by_slots, from_function
 from specav.policies.exactness import (
     COUPLINGS,
     DRAFTERS,
@@ -64,6 +64,7 @@ __all__ = [
     "entropy_stop",
     "everything",
     "fixed",
+    "from_function",
     "live_argmax",
     "lossless_rules",
     "mean_threshold",

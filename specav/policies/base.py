@@ -88,6 +88,26 @@ class Policy(NamedTuple):
     admission: Callable[[Any, PolicyInputs], tuple[Admission, Any]] | None = None
 
 
+def from_function(
+    decide: Callable[[Any, PolicyInputs], tuple[Int[Array, " B"], Any]],
+    *,
+    name: str = "user policy",
+    init: Callable[[], Any] | None = None,
+) -> Policy:
+    """A policy from a function alone, declared to read everything, so that only the deferred rule takes it unseen.
+
+    What it really reads is for `specav.lossless.certify` to find out; what the answer allows can then be declared
+    (`policy._replace(window=..., reads=..., couples=...)`).
+
+    Args:
+      decide: (state, PolicyInputs) -> (num_verified int32 [B], state); decoders clamp to 0..num_drafts.
+      name: for messages.
+      init: () -> state. Default: no state.
+    """
+    reads = (*FEATURES, "acceptance", "survival", "draft_tokens")
+    return Policy(no_state if init is None else init, decide, name, "block", reads, "live")
+
+
 def by_number(name: str, number: int) -> Policy:
     """A stateless policy that verifies a constant number of drafts, or all there are."""
 
