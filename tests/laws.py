@@ -1,48 +1,17 @@
-"""Statistics for tests of laws: one chi-square test with a stated level and a stated resolution."""
-
-from typing import NamedTuple
+"""The suite's chi-square test of a law (`specav.lossless.statistical`), at the level of every such test."""
 
 import numpy as np
-from scipy import optimize, stats
 
-LEVEL = 1e-6  # of every test of a law in the suite; seeds are fixed, so a failure is a finding
-POWER = 0.99
+from specav.lossless.statistical import LawTest, sequence_test
 
+__all__ = ["LEVEL", "LawTest", "at_total_variation", "chi_square"]
 
-class LawTest(NamedTuple):
-    """p-value of the chi-square test, and the total variation above which it rejects with probability 0.99."""
-
-    p_value: float
-    detectable_tv: float
-
-    @property
-    def passed(self):
-        return self.p_value >= LEVEL
+LEVEL = 1e-6  # seeds are fixed, so a failure is a finding
 
 
-def chi_square(counts, law):
-    """Tests counts against an exact law. Cells of expected count below 8 are pooled; an impossible cell hit fails.
-
-    A law at total variation d has noncentrality n * sum (p - q)^2 / q >= 4 n d^2 (Cauchy-Schwarz), so the detectable
-    d below holds whatever the shape of the fault (pooled cells apart).
-    """
-    counts, law = np.asarray(counts, np.float64).ravel(), np.asarray(law, np.float64).ravel()
-    assert counts.shape == law.shape and abs(law.sum() - 1) < 1e-9
-    total = counts.sum()
-    if counts[law == 0].any():
-        return LawTest(0.0, 0.0)
-    counts, law = counts[law > 0], law[law > 0]
-    small = law * total < 8
-    if small.sum() > 1:
-        counts = np.append(counts[~small], counts[small].sum())
-        law = np.append(law[~small], law[small].sum())
-    if len(law) == 1:
-        return LawTest(1.0, 0.0)
-    statistic = np.sum((counts - total * law) ** 2 / (total * law))
-    freedom = len(law) - 1
-    bound = stats.chi2.isf(LEVEL, freedom)
-    noncentrality = optimize.brentq(lambda c: stats.ncx2.sf(bound, freedom, c) - POWER, 1e-3, 1e4)
-    return LawTest(float(stats.chi2.sf(statistic, freedom)), float(np.sqrt(noncentrality / (4 * total))))
+def chi_square(counts, law) -> LawTest:
+    """Tests counts against an exact law."""
+    return sequence_test(np.asarray(counts), np.asarray(law), level=LEVEL)
 
 
 def at_total_variation(law, distance):
