@@ -141,7 +141,7 @@ CATALOGUE: tuple[Practice, ...] = (
             ),
             (
                 "lagged budget",
-                lambda b, k: policies.trimmer(rising_costs(b, k)),
+                lambda b, k: policies.trimmer(rising_costs(b, k), initial_budget=(b * k + 1) // 2),
                 "vLLM adaptive verification",
                 "top B of S_t, B = argmax of tokens per second at S_{t-1}",
             ),
