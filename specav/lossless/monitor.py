@@ -80,8 +80,8 @@ class MonitorState(NamedTuple):
     Attributes:
       wealth: float32 [bets], in units of all wealth at the start.
       reserve: float32 [], wealth not in play yet.
-      num_tokens: int32 [], tokens fed.
-      num_impossible: int32 [], tokens fed to which the target gives probability 0.
+      num_tokens: int32 [], tokens that were bet on.
+      num_impossible: int32 [], tokens beside them to which the target gives probability 0.
       total: float32 [], wealth and reserve.
       maximum: float32 [], of `total` since the start; min(1, 1 / maximum) is a p-value at any time.
       alarm: bool [], `maximum` has reached 1 / level, or an impossible token was emitted. Never falls back.
@@ -117,7 +117,7 @@ class LosslessMonitor(NamedTuple):
 def lossless_monitor(
     level: float = 0.01,
     *,
-    thresholds: Sequence[float] = (-8, -6, -5, -4, -3, -2, -1, 0, 1, 2, 4),
+    thresholds: Sequence[float] = (-8.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0),
     stakes: Sequence[float] = (0.75, 0.25, 0.0625, -0.0625, -0.25, -0.75),
 ) -> LosslessMonitor:
     """An anytime-valid test that emitted tokens follow the target, against leaks that follow the drafter.
@@ -241,7 +241,7 @@ def _checked(target_probs, draft_probs, tokens, mask):
 
 
 def _scores(p, q, tokens, mask, cuts):
-    """g(y) of every bet [N, thresholds + 1], which rows were fed [N], and which of those hit a token of p = 0 [N]."""
+    """g(y) of every bet [N, thresholds + 1], the rows to bet on [N], and those that hit a token of p = 0 [N]."""
     sums = _vocabulary_sums(p, q, cuts)
     mass, draft_mass, residual, ratio = (sums[:, i, None] for i in range(4))
     overlap, excess = jnp.split(sums[:, 4:], 2, axis=1)
@@ -265,8 +265,8 @@ def _vocabulary_sums(p, q, cuts):
     """Sums over the vocabulary, [N, 4 + 2 thresholds]: p, q, max(p - q, 0), p h; then min(p, q) and max(q - p, 0), of
     the tokens below each cut. Blocks are added by halves and to one another with compensation: 1e-6 for any V.
     """
-    short = -p.shape[1] % _BLOCK
-    blocks = [jnp.pad(x, [(0, 0), (0, short)]).reshape(len(x), -1, _BLOCK) for x in (p, q)]
+    width = min(_BLOCK, 1 << max(p.shape[1] - 1, 0).bit_length())
+    blocks = [jnp.pad(x, [(0, 0), (0, -x.shape[1] % width)]).reshape(len(x), -1, width) for x in (p, q)]
     p_blocks, q_blocks = (jnp.moveaxis(x, 1, 0) for x in blocks)
     cut = jnp.asarray(cuts)[None, :, None]
 
