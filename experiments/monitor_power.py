@@ -134,7 +134,7 @@ def half_threshold(pair: Pair, settings: Settings) -> float:
     def collect(keys, prompts):
         def one(state, _):
             state, info = step(state)
-            return state, jax.lax.cummin(info.features.logit_q_sampled, axis=1)
+            return state, jax.lax.cummin(info.features.logit_q_sampled, axis=1)  # pyright: ignore
 
         return jax.lax.scan(one, start(keys, prompts), length=settings.rounds)[1]
 
