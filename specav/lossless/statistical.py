@@ -17,7 +17,6 @@ References:
 from typing import NamedTuple
 
 import numpy as np
-from scipy import optimize, stats
 
 from specav._checks import static_float, static_int
 
@@ -72,6 +71,8 @@ def sequence_test(
     Raises:
       ValueError: sizes differ, no counts, negative counts, or `law` is no probability vector.
     """
+    from scipy import stats  # here: it would double the time that importing specav takes
+
     level, power = static_float("level", level, 0.0, 1.0), static_float("power", power, 0.0, 1.0)
     seen, expected = np.asarray(counts, np.float64).ravel(), np.asarray(law, np.float64).ravel()
     if seen.shape != expected.shape:
@@ -138,6 +139,8 @@ def _pool(seen, expected, min_expected):
 
 def _noncentrality(level, power, freedom):
     """Noncentrality at which the test of that level rejects with that power."""
+    from scipy import optimize, stats
+
     bound, high = stats.chi2.isf(level, freedom), 1.0
 
     def shortfall(noncentrality):
