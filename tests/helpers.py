@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from specav.policies import Policy
+
 FORBIDDEN = ("callback", "infeed", "outfeed", "device_put", "debug_print")
 
 
@@ -45,3 +47,33 @@ def bigram_model(table):
         return table[tokens], state
 
     return model
+
+
+def choice(options):
+    """A policy that follows one of `options`: its state is (index int32 [], their states), the index to be set.
+
+    One compiled loop can then run them all. It declares to read what any of them reads.
+    """
+    options = list(options)
+
+    def decide(state, inputs):
+        index, states = state
+
+        def branch(i):
+            def follow(states):
+                num_verified, after = options[i].decide(states[i], inputs)
+                return num_verified, (*states[:i], after, *states[i + 1 :])
+
+            return follow
+
+        num_verified, states = jax.lax.switch(index, [branch(i) for i in range(len(options))], states)
+        return num_verified, (index, states)
+
+    return Policy(
+        init=lambda: (jnp.zeros((), jnp.int32), tuple(option.init() for option in options)),
+        decide=decide,
+        name="choice",
+        window="block",
+        reads=tuple(dict.fromkeys(read for option in options for read in option.reads)),
+        couples="live",
+    )
