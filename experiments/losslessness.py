@@ -20,13 +20,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from scipy import stats
-from specav.lossless.certify import certify
 from tqdm import tqdm
 
 from specav import estimators
 from specav.labels import RULES
 from specav.lossless.anticipation import check_non_anticipating
 from specav.lossless.catalogue import CATALOGUE, Practice
+from specav.lossless.certify import certify
 from specav.lossless.exact import exact_output_law, table_family, total_variation
 from specav.lossless.scheme import one_token_law
 
