@@ -5,7 +5,7 @@ is sampled. Policies and estimators are the real JAX functions with their states
 exactly if the law of the emitted tokens is the target's, whatever the models: `total_variation` 0, up to rounding.
 
 Many models are judged in one call: a batch of models is one model whose first prompt token says which
-(`specav.lossless.tabular.table_family`).
+(`table_family`).
 
 References:
   Leviathan et al., Fast Inference from Transformers via Speculative Decoding, ICML 2023, theorem 1: the identity that
@@ -25,9 +25,21 @@ from specav.lossless.decisions import inputs_read, state_codec
 from specav.lossless.paths import bound_on_paths
 from specav.lossless.rounds import Setting, last_round, play_round
 from specav.lossless.scheme import Scheme, as_scheme
-from specav.lossless.tabular import Model
+from specav.lossless.tabular import Model, markov_model, table_family
 from specav.lossless.worlds import Tables, Worlds, first_worlds, join, merge, take
 from specav.policies import Policy
+
+__all__ = [
+    "Bias",
+    "Model",
+    "OutputLaw",
+    "estimated_paths",
+    "exact_output_law",
+    "largest_bias",
+    "markov_model",
+    "table_family",
+    "total_variation",
+]
 
 _ROWS_AT_ONCE = 200_000  # drafted blocks per pass: bounds the memory
 

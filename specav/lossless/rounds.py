@@ -91,7 +91,7 @@ def play_round(setting: Setting, worlds: Worlds, tables: Tables) -> Played:
     worlds = emit_tokens(setting, worlds)
     unfinished = worlds.active.any(axis=1)
     going_on = merge(next_blocks(setting, take(worlds, unfinished)))
-    return Played(take(worlds, ~unfinished), going_on, tables, len(unfinished))
+    return Played(take(worlds, ~unfinished), going_on, tables, len(worlds.weight))
 
 
 def draw_drafts(setting: Setting, worlds: Worlds) -> Worlds:

@@ -107,9 +107,8 @@ def empty_block(rows: tuple[int, int], width: int, vocabulary: int, num_features
 
 def take(worlds: Worlds, rows) -> Worlds:
     """The worlds at `rows` (indices or a mask: copies that may be written to; a slice: views)."""
-    columns = (column[rows] for column in worlds if not isinstance(column, Block))
-    block = Block(*(column[rows] for column in worlds.block))
-    return Worlds(*(block if field == "block" else next(columns) for field in Worlds._fields))
+    columns = {name: column[rows] for name, column in worlds._asdict().items() if name != "block"}
+    return Worlds(block=Block(*(column[rows] for column in worlds.block)), **columns)
 
 
 def branch(worlds: Worlds, probabilities: np.ndarray) -> tuple[Worlds, np.ndarray, np.ndarray]:
@@ -131,7 +130,7 @@ def merge(worlds: Worlds) -> Worlds:
     """Adds up worlds that agree in everything but their weight, as they stand between two rounds."""
     if not len(worlds.weight):
         return worlds
-    columns = [np.asarray(c) for c in worlds if not isinstance(c, Block) and c is not worlds.weight]
+    columns = [column for name, column in worlds._asdict().items() if name not in ("weight", "block")]
     if worlds.block.num_drafts.any():
         columns += list(worlds.block)
     first, inverse = distinct_rows(columns)
