@@ -173,10 +173,13 @@ def test_the_joint_law_of_a_ragged_batch_is_exact(rule):
     vocabulary=st.integers(2, 4),
     num_tokens=st.integers(1, 4),
     num_rounds=st.sampled_from([None, 1, 2]),
+    refill=st.sampled_from(["block", "eager"]),
 )
-def test_exact_for_any_models_and_never_more_paths_than_estimated(seed, rule, name, vocabulary, num_tokens, num_rounds):
+def test_exact_for_any_models_and_never_more_paths_than_estimated(
+    seed, rule, name, vocabulary, num_tokens, num_rounds, refill
+):
     policy = LEGAL[name][0]
-    options = {"num_rounds": num_rounds}
+    options = {"num_rounds": num_rounds, "refill": refill}
     output = output_law(policy, rule, seed=seed, number=3, vocabulary=vocabulary, num_tokens=num_tokens, **options)
     assert worst(output) < EXACT
     shape = {"num_draft_tokens": 2, "num_tokens": num_tokens, "vocabulary": vocabulary, "num_batches": 3}
@@ -487,7 +490,7 @@ def test_agrees_with_the_decoding_loop_on_a_policy_that_leaks():
 
 def test_too_many_paths_are_refused_with_the_number():
     draft, target, prompts = family(0, 2, 3)
-    options = {"rule": "deferred", "num_draft_tokens": 5, "num_tokens": 6}
+    options = {"rule": "coupled", "num_draft_tokens": 5, "num_tokens": 6}
     number = estimated_paths(TRIMMER, vocabulary=3, num_batches=2, **options)
     assert number > 10**8
     with pytest.raises(ValueError, match=f"max_paths: expected at most 100,000,000 histories.*{number:,}"):
@@ -500,6 +503,12 @@ def test_the_estimate_by_hand():
     assert estimated_paths(TRIMMER, rule="standard", **shape) == 2 * 3
     assert estimated_paths(TRIMMER, rule="standard", num_requests=2, **shape) == (2 * 3) ** 2
     assert estimated_paths(TRIMMER, rule="standard", drafter="point_mass", num_batches=5, **shape) == 5 * 3
+    # Deferred, K = 2: 4 blocks. x_1 alone is tested: rejected (1 residual token), or accepted, and the token is there;
+    # both are tested: rejected at x_1, at x_2, or accepted, with a bonus of 2 if it is verified: 4 ways at most.
+    two = {"num_draft_tokens": 2, "num_tokens": 2, "vocabulary": 2, "rule": "deferred"}
+    assert estimated_paths(TRIMMER, **(two | {"num_tokens": 1})) == 4 * 4
+    # Two tokens, block by block: a rejection of x_1 starts anew, x_2 is then rejected or accepted (and a bonus of 2).
+    assert estimated_paths(TRIMMER, **two) == 4 * (4 * 4 + 3)
     # A policy without a state: at most 1 + 2 + 4 + ... sequences between rounds, so long texts cost little.
     long = {"num_draft_tokens": 2, "num_tokens": 9, "vocabulary": 2, "rule": "standard"}
     assert estimated_paths(policies.everything(), **long) < 10**6 < 10**8 < estimated_paths(TRIMMER, **long)

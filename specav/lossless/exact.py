@@ -128,7 +128,6 @@ def exact_output_law(
     """
     scheme = as_scheme(drafter)
     width, length = static_int("num_draft_tokens", num_draft_tokens, 1), static_int("num_tokens", num_tokens, 1)
-    one_of("refill", refill, ("block", "eager"))
     prompts = _prompts(prompts, static_int("num_requests", num_requests, 1))
     drafts = _num_drafts(num_drafts, num_requests, width)
     first = np.full((len(prompts), prompts.shape[2] + length + width), -1, np.int32)
@@ -145,6 +144,7 @@ def exact_output_law(
         num_rounds=num_rounds,
         drafter=scheme,
         estimator=estimator,
+        refill=refill,
         num_drafts=num_drafts,
     )
     if paths > max_paths:
@@ -224,6 +224,7 @@ def estimated_paths(
     num_rounds: int | None = None,
     drafter: str | Scheme = "autoregressive",
     estimator: AcceptanceEstimator | None = None,
+    refill: str = "block",
     num_drafts=None,
 ) -> int:
     """An upper bound on the histories that `exact_output_law` enumerates, whatever the policy decides.
@@ -234,19 +235,22 @@ def estimated_paths(
     Args:
       vocabulary: V.
       num_batches: M.
-      policy, rule, num_draft_tokens, num_tokens, num_requests, num_rounds, drafter, estimator, num_drafts: as there.
+      policy, rule, num_draft_tokens, num_tokens, num_requests, num_rounds, drafter, estimator, refill, num_drafts: as
+        there.
     """
     reads = inputs_read(policy, num_requests, num_draft_tokens)
     looks = reads & {"acceptance", "survival"}
-    memory = state_codec(policy.init())[1].size or (estimator is not None and looks) or rule == "deferred"
+    memory = state_codec(policy.init())[1].size or (estimator is not None and looks)
+    ages = rule == "deferred" and refill == "eager"  # kept drafts of several blocks
     return num_batches * bound_on_paths(
         rule=one_of("rule", rule, RULES),
+        refill=one_of("refill", refill, ("block", "eager")),
         num_drafts=_num_drafts(num_drafts, num_requests, num_draft_tokens),
         num_tokens=num_tokens,
         vocabulary=vocabulary,
         num_rounds=num_rounds,
         point_mass=as_scheme(drafter).drafter == "point_mass",
-        memoryless=not memory,
+        memoryless=not memory and not ages,
         sees_verdicts=bool(reads & {"last_accepted", "last_tested"}),
     )
 
