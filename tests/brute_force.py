@@ -22,7 +22,7 @@ class Game(NamedTuple):
     """What is decoded, and how.
 
     `draft` and `target` map a list of tokens to raw logits (parallel drafters: a list of them). `draft_law`,
-    `target_law` map a tuple of logits to a law.
+    `tested_law` (what the verifier takes for it; default the same) and `target_law` map a tuple of logits to a law.
     """
 
     policy: Any
@@ -35,6 +35,7 @@ class Game(NamedTuple):
     num_tokens: int
     kind: str = "autoregressive"
     draft_law: Any = None
+    tested_law: Any = None
     target_law: Any = None
     estimator: Any = None
     refill: str = "block"
@@ -142,10 +143,11 @@ def new_drafts(game, calls, learned, choose, r, output, kept, number):
         law = list(game.draft_law(tuple(raw)))
         if game.kind == "point_mass":
             law = [float(j == law.index(max(law))) for j in range(len(law))]
+        believed = law if game.tested_law is None else list(game.tested_law(tuple(raw)))
         token = choose(law)
         features = calls.features(tuple(raw), tuple(law), token)
         prediction = calls.predict(learned, features, len(kept) + i)
-        found.append(Draft(token, law, features, prediction, len(output)))
+        found.append(Draft(token, believed, features, prediction, len(output)))
         context = [*context, token]
     return found
 

@@ -71,10 +71,9 @@ def constant(*rows):
     return markov_model(np.log(np.asarray([rows if len(rows) > 1 else rows[0]] * 2, np.float64)))
 
 
-def seen(name, decide, like=None):
+def seen(name, decide):
     """A policy from a function of the inputs."""
-    policy = policies.everything() if like is None else like
-    return policy._replace(name=name, decide=lambda state, inputs: (decide(inputs), state))
+    return policies.from_function(lambda state, inputs: (decide(inputs), state), name=name)
 
 
 def worst(output):
@@ -95,7 +94,7 @@ def seeded(seed):
         key, sub = jax.random.split(state)
         return jax.random.randint(sub, inputs.num_drafts.shape, 0, inputs.num_drafts + 1), key
 
-    return policies.everything()._replace(name="seeded", init=lambda: jax.random.key(seed), decide=decide)
+    return policies.from_function(decide, name="seeded", init=lambda: jax.random.key(seed))
 
 
 # name -> (policy, estimator, rules under which it is exact)
@@ -352,27 +351,50 @@ def test_the_largest_bias_is_that_of_the_shortest_prefix_that_shows_it():
 
 # ------------------------------------------------------------------------------------------- independent programs
 
+# The verifier believes a wrong draft law in these, so that every decision shows in what is emitted, also of policies
+# that would leave a right law as it is.
+WRONG = sampled_with(SamplingParams(2.0))
+PAIR = policies.trimmer(rising_costs(2, 2), initial_budget=1)
+
+
+def sensitive():
+    """A policy of which every input and the state change every decision."""
+
+    def decide(state, inputs):
+        ints = (
+            *(jnp.round(4096 * values).astype(jnp.int32) for values in (inputs.acceptance, inputs.survival)),
+            *(jnp.round(64 * inputs.features.entropy).astype(jnp.int32), inputs.draft_tokens),
+            *(inputs.active.astype(jnp.int32), inputs.num_drafting, inputs.last_accepted, inputs.last_tested),
+        )
+        for prime, values in zip((3, 5, 7, 11, 13, 17, 19, 23), ints, strict=True):
+            places = 1 + jnp.arange(values.size, dtype=jnp.int32)
+            state = state + prime * jnp.sum(places * values.reshape(-1))
+        rows = jnp.arange(len(inputs.num_drafts), dtype=jnp.int32)
+        return (state + rows) % (inputs.num_drafts + 1), state % 1009
+
+    return policies.from_function(decide, name="sensitive", init=lambda: jnp.zeros((), jnp.int32))
+
+
+SENSITIVE = sensitive()
+PREDICTIONS = seen(  # without a state of its own
+    "predictions",
+    lambda inputs: jnp.sum(jnp.round(4096 * inputs.acceptance).astype(jnp.int32), axis=1) % (inputs.num_drafts + 1),
+)
+
 # name -> (policy, estimator, rule, options)
 AGREEMENT = {
-    "live budget that learns": (LIVE, LEARNS_DRAWS, "coupled", {"num_tokens": 3}),
-    "live budget, eager refill, cut short": (
-        LIVE,
+    "everything seen": (SENSITIVE, LEARNS_DRAWS, "coupled", {"num_tokens": 3}),
+    "everything seen, batch": (SENSITIVE, LEARNS_DRAWS, "standard", {"num_drafts": (2, 1)}),
+    "predictions alone": (PREDICTIONS, LEARNS_DRAWS, "coupled", {"num_tokens": 4}),
+    "everything seen, deferred batch": (SENSITIVE, LEARNS_DRAWS, "deferred", {"num_drafts": (1, 2)}),
+    "everything seen, eager refill, cut short": (
+        SENSITIVE,
         LEARNS_DRAWS,
         "deferred",
-        {"num_tokens": 4, "refill": "eager", "num_rounds": 2},
+        {"num_tokens": 6, "refill": "eager", "num_rounds": 3},
     ),
-    "lagged budget, ragged batch": (
-        policies.trimmer(rising_costs(2, 2), initial_budget=1),
-        LEARNS,
-        "standard",
-        {"num_drafts": (2, 1)},
-    ),
-    "lagged budget, deferred batch": (
-        policies.trimmer(rising_costs(2, 2), initial_budget=1),
-        LEARNS,
-        "deferred",
-        {"num_drafts": (2, 1)},
-    ),
+    "lagged budget, ragged batch": (PAIR, LEARNS, "standard", {"num_drafts": (2, 1)}),
+    "lagged budget, deferred batch": (PAIR, None, "deferred", {"num_drafts": (2, 1)}),
     "drawn q, parallel, cut short": (
         policies.threshold("logit_q_sampled", 0.0),
         None,
@@ -380,22 +402,17 @@ AGREEMENT = {
         {"drafter": "parallel", "num_tokens": 3, "num_rounds": 1},
     ),
     "thresholds from past rounds": (
-        policies.draft_and_verify(initial=0.5, step=0.1),
+        policies.draft_and_verify(initial=0.5, step=0.3, threshold_decay=0.1, goal=0.6),
         None,
         "standard",
         {"num_tokens": 3},
     ),
-    "point mass": (
-        policies.threshold("logit_q_max", 0.5),
-        None,
-        "coupled",
-        {"drafter": "point_mass", "num_tokens": 4},
-    ),
+    "point mass": (policies.threshold("logit_q_max", 0.5), None, "coupled", {"drafter": "point_mass", "num_tokens": 4}),
     "top-p, three tokens": (
         policies.clear_short(policies.threshold("logit_q_sampled", 0.0), 2),
         None,
         "coupled",
-        {"drafter": Scheme(drawn=sampled_with(SamplingParams(0.7, None, 0.8))), "vocabulary": 3},
+        {"drawn": sampled_with(SamplingParams(0.7, None, 0.8)), "vocabulary": 3},
     ),
     "mean over the batch, deferred": (
         policies.mean_threshold("logit_q_sampled", 1.0, over="batch"),
@@ -411,9 +428,8 @@ def test_agrees_with_a_plain_program_run_over_all_its_choices(name):
     policy, estimator, rule, options = AGREEMENT[name]
     options = dict(options)
     vocabulary, num_tokens = options.pop("vocabulary", 2), options.pop("num_tokens", 2)
-    scheme = options.pop("drafter", "autoregressive")
-    kind = getattr(scheme, "drafter", scheme)
-    num_drafts = options.get("num_drafts", (2,))
+    kind, num_drafts = options.pop("drafter", "autoregressive"), options.pop("num_drafts", (2,))
+    scheme = Scheme(kind, drawn=options.pop("drawn", processed), tested=WRONG)
     draft, target, _ = family(7, 4, vocabulary, parallel=2 if kind == "parallel" else 0)
     prompts = ((1,), (2,))[: len(num_drafts)]
     output = exact_output_law(
@@ -425,12 +441,15 @@ def test_agrees_with_a_plain_program_run_over_all_its_choices(name):
         num_tokens=num_tokens,
         prompts=np.asarray([prompts]),
         num_requests=len(prompts),
+        num_drafts=num_drafts,
         estimator=estimator,
         drafter=scheme,
         **options,
     )
-    scheme = scheme if isinstance(scheme, Scheme) else Scheme()
-    options.pop("num_drafts", None)
+    drawn, tested, wanted = (
+        functools.cache(lambda raw, law=law: law(np.asarray(raw)).tolist())
+        for law in (scheme.drawn, WRONG, scheme.target)
+    )
     game = Game(
         policy,
         on_lists(draft),
@@ -441,11 +460,13 @@ def test_agrees_with_a_plain_program_run_over_all_its_choices(name):
         2,
         num_tokens,
         kind,
-        draft_law=functools.cache(lambda raw: scheme.drawn(np.asarray(raw)).tolist()),
-        target_law=functools.cache(lambda raw: scheme.target(np.asarray(raw)).tolist()),
+        draft_law=drawn,
+        tested_law=tested,
+        target_law=wanted,
         estimator=estimator,
         **options,
     )
+    assert worst(output) > 1e-3
     np.testing.assert_allclose(output.law[0], brute_force_law(game, vocabulary), rtol=0, atol=EXACT)
 
 
