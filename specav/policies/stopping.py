@@ -273,8 +273,8 @@ def mean_threshold(feature_name: str, minimum: float, *, over: str = "block") ->
         totals = jnp.sum(jnp.where(valid, values, 0), axis=1)
         numbers = jnp.sum(valid, axis=1, dtype=values.dtype)
         if over == "batch":
-            others = 1 - jnp.eye(len(totals), dtype=values.dtype)
-            totals, numbers = others @ totals, others @ numbers
+            others = ~jnp.eye(len(totals), dtype=jnp.bool_)
+            totals, numbers = (jnp.sum(jnp.where(others, x[None, :], 0), axis=1) for x in (totals, numbers))
         bound = jnp.minimum(minimum, totals / jnp.maximum(numbers, 1))
         return _leading(values >= bound[:, None], inputs), state
 
