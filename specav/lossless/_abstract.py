@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_THRESHOLDS = 256
+LEAST_THRESHOLD = -8
 MAX_EVENT_BYTES = 2**28
 
 
@@ -196,13 +197,17 @@ def event(value: Value, threshold: int) -> np.ndarray:
 
 
 def joint_window(values: list[Value]) -> range:
-    """Thresholds at which at least one of several values has events of its own; empty if they are too many."""
+    """Thresholds at which at least one of several values has events of its own; empty if they are too many.
+
+    A few more below and at 1, where one value may settle an event that reads another one elsewhere.
+    """
     annotated = [value for value in values if value.events is not None]
     if not annotated or any(value.bounds is None for value in values):
         return range(0)
     low = min(value.low for value in annotated)
     high = max(value.low + value.events.shape[-2] for value in annotated if value.events is not None)
-    return range(low + 1, high + 1) if high - low <= MAX_THRESHOLDS else range(0)
+    window = range(min(low + 1, LEAST_THRESHOLD), max(high + 1, 2))
+    return window if len(window) <= MAX_THRESHOLDS else range(0)
 
 
 def with_events(value: Value, window: range, events: list[np.ndarray]) -> Value:

@@ -125,11 +125,11 @@ class Interpreter:
         if name in ("gather", "dynamic_slice", "dynamic_update_slice") or name in _indexing.SCATTERS:
             return self._indexed(name, values, params, dtype)
         if name == "concatenate":
-            return [concatenated(values, params["dimension"], dtype)]
+            return [concatenated(values, int(params["dimension"]), dtype)]
         if name == "stack":
-            return [_rules.stack(values, params["axis"], dtype)]
+            return [_rules.stack(values, int(params["axis"]), dtype)]
         if name == "dot_general":
-            return [unknown(_rules.dot_general(*values, params), dtype)]
+            return [unknown(_rules.dot_general(values[0], values[1], params), dtype)]
         if name == "bitcast_convert_type":
             return [_rules.bitcast(values[0], shape, dtype)]
         if len(values) != 1:
@@ -148,13 +148,13 @@ class Interpreter:
 
     def _indexed(self, name, values, params, dtype):
         if name == "gather":
-            value, exact = _indexing.gather(*values, params, dtype)
+            value, exact = _indexing.gather(values[0], values[1], params, dtype)
         elif name == "dynamic_slice":
             value, exact = _indexing.dynamic_slice(values[0], values[1:], params)
         elif name == "dynamic_update_slice":
             value, exact = _indexing.dynamic_update_slice(values[0], values[1], values[2:])
         else:
-            value, exact = _indexing.scatter(name, *values, params)
+            value, exact = _indexing.scatter(name, values[0], values[1], values[2], params)
         return [value if exact else unknown(self.conservative(name, value.deps), dtype)]
 
     # Inner programs.
@@ -164,17 +164,18 @@ class Interpreter:
         opened = self.open(inner)
         if opened is None or len(opened[0].invars) != len(values) or len(opened[0].outvars) != len(eqn.outvars):
             return self._everything(eqn) if eqn.effects else self._default(eqn, values)
-        return self.run(*opened, values, need)
+        return self.run(opened[0], opened[1], values, need)
 
     def _cond(self, eqn, values, need):
         index, *args = values
-        branches = [self.open(branch) for branch in eqn.params["branches"]]
-        if any(branch is None or len(branch[0].invars) != len(args) for branch in branches):
+        opened = [self.open(branch) for branch in eqn.params["branches"]]
+        branches = [branch for branch in opened if branch is not None and len(branch[0].invars) == len(args)]
+        if len(branches) < len(opened):
             return self._default(eqn, values)
         if index.is_known:
             chosen = min(max(int(np.asarray(index.data)), 0), len(branches) - 1)
-            return self.run(*branches[chosen], args, need)
-        results = [self.run(*branch, args, need) for branch in branches]
+            return self.run(branches[chosen][0], branches[chosen][1], args, need)
+        results = [self.run(inner, consts, args, need) for inner, consts in branches]
         index = index._replace(deps=self.conservative(eqn.primitive.name, index.deps))
         out = []
         for number, var in enumerate(eqn.outvars):

@@ -94,7 +94,7 @@ def _has(value, axis, sign, rank):
 def _keeps(name, operands, out, sign, has):
     """Whether the result has a trend, from the trends of the operands (`has(value, sign)`)."""
     if name in COMPARISONS:
-        return _comparison_keeps(name, *operands, sign, has)
+        return _comparison_keeps(name, operands[0], operands[1], sign, has)
     real = _bounds(name, operands, out.dtype)[1]
     exact = real and all(value.bounds is not None for value in operands)
     if name in PASSES or name == "clamp" or name in ("min", "max"):
@@ -116,7 +116,7 @@ def _keeps(name, operands, out, sign, has):
         to_float = dtype_bounds(out.dtype) is None and np.issubdtype(out.dtype, np.floating)
         return (exact or to_float) and has(operands[0], sign)
     if name == "select_n" and len(operands) == 3:
-        return _selection_keeps(*operands, sign, has)
+        return _selection_keeps(operands, sign, has)
     return False
 
 
@@ -138,7 +138,8 @@ def _comparison_keeps(name, a, b, sign, has):
     return False
 
 
-def _selection_keeps(predicate, at_false, at_true, sign, has):
+def _selection_keeps(operands, sign, has):
+    predicate, at_false, at_true = operands
     if not (has(at_false, sign) and has(at_true, sign)):
         return False
     if has(predicate, 1) and has(predicate, -1):

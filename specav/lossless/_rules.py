@@ -63,12 +63,12 @@ def elementwise(name: str, operands: Sequence[Value], shape: tuple[int, ...], dt
     reading = [value.deps for value in operands if not value.is_known]
     deps = joined(reading, shape) if reading else no_deps(shape, operands[0].deps.shape[-1])
     out = _settle(name, operands, Value(deps, dtype))
-    if name == "not" and operands[0].known is not None:  # sentinels of an argmax
+    if name == "not" and operands[0].data is not None:  # sentinels of an argmax
         out = out._replace(known=operands[0].known, data=np.invert(operands[0].data))
-    elif name == "convert_element_type" and operands[0].known is not None and dtype_bounds(dtype) is not None:
-        source = operands[0]
-        if fitted(source.bounds, dtype)[1] and (dtype != jnp.bool_ or source.dtype == jnp.bool_):
-            out = out._replace(known=source.known, data=np.where(source.known, source.data, 0).astype(dtype))
+    elif name == "convert_element_type" and operands[0].data is not None and dtype_bounds(dtype) is not None:
+        known = np.asarray(operands[0].known)
+        if fitted(operands[0].bounds, dtype)[1] and (dtype != jnp.bool_ or operands[0].dtype == jnp.bool_):
+            out = out._replace(known=known, data=np.where(known, operands[0].data, 0).astype(dtype))
     elif name in PASSES and name != "reduce_precision":
         out = out._replace(known=operands[0].known, data=operands[0].data)
     return elementwise_facts(name, operands, out)
@@ -90,15 +90,14 @@ def _select(operands, shape, dtype):
 
 def _settle(name, operands, out):
     """Elements that a known operand decides alone: false and x, 0 * x for whole numbers (for floats x may be NaN)."""
-    if len(operands) != 2 or dtype_bounds(out.dtype) is None or name not in ("and", "or", "mul", "min", "max"):
+    limits = dtype_bounds(out.dtype)
+    if len(operands) != 2 or limits is None or name not in ("and", "or", "mul", "min", "max"):
         return out
+    ones = -1 if limits[0] < 0 else limits[1]
     known = data = None
     for value, other in (operands, operands[::-1]):
         if value.known is None or value.data is None or other.bounds is None:
             continue
-        ones = (
-            True if out.dtype == jnp.bool_ else (-1 if dtype_bounds(out.dtype)[0] < 0 else dtype_bounds(out.dtype)[1])
-        )
         decides = {
             "and": lambda d: d == 0,
             "mul": lambda d: d == 0,
@@ -227,7 +226,7 @@ def reduction(name: str, value: Value, axes: Sequence[int], dtype: Any) -> Value
     count = int(np.prod([value.shape[axis] for axis in axes], dtype=np.int64))
     if name in ("argmax", "argmin"):
         out = out._replace(bounds=(0, max(count - 1, 0)))
-        return first_position(value, axes[0], int(name == "argmax"), out)
+        return first_position(value, int(axes[0]), int(name == "argmax"), out)
     if value.bounds is None or not count:
         return out
     low, high = value.bounds
@@ -235,7 +234,7 @@ def reduction(name: str, value: Value, axes: Sequence[int], dtype: Any) -> Value
         return out._replace(bounds=value.bounds)
     if name == "reduce_sum":
         out = out._replace(bounds=fitted((count * low, count * high), dtype)[0])
-        return counted(value, axes[0], out) if len(axes) == 1 else out
+        return counted(value, int(axes[0]), out) if len(axes) == 1 else out
     return out
 
 

@@ -179,7 +179,7 @@ def admission_dependence(
 def example_inputs(num_requests: int, num_draft_tokens: int) -> PolicyInputs:
     """`PolicyInputs` with every field given, as shapes."""
 
-    def shaped(dtype, *shape):
+    def shaped(dtype, *shape) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     slots = (num_requests, num_draft_tokens)
