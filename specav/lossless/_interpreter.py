@@ -27,12 +27,14 @@ class Interpreter:
       num_bits: tracked input elements; bit n of a dependence set is element n.
       words: uint64 words per set; the last one holds a bit per primitive that was treated conservatively.
       reasons: the names of these primitives, in the order of their bits.
+      outside: those of them whose results may come from anywhere, untracked inputs included.
     """
 
     def __init__(self, num_bits: int):
         self.num_bits = num_bits
         self.words = -(-num_bits // 64) + 1
         self.reasons: list[str] = []
+        self.outside: set[str] = set()
 
     def tracked(self, shape: tuple[int, ...], dtype: Any, first: int) -> Value:
         """An input whose elements are the bits from `first` on."""
@@ -76,13 +78,19 @@ class Interpreter:
 
     def conservative(self, name: str, deps: np.ndarray) -> np.ndarray:
         """Dependence sets, marked as over-estimated by a primitive where they are not empty."""
-        if not deps.any():
-            return deps
+        some = deps.any(axis=-1, keepdims=True)
+        return np.where(some, self._marked(name, deps), deps) if some.any() else deps
+
+    def reason_bits(self) -> dict[str, int]:
+        """The bit of the last word by which every reason is marked; the last bit may stand for several."""
+        return {name: min(number, 63) for number, name in enumerate(self.reasons)}
+
+    def _marked(self, name, deps):
         if name not in self.reasons:
             self.reasons.append(name)
         mark = np.zeros(self.words, np.uint64)
-        mark[-1] = np.uint64(1) << np.uint64(min(self.reasons.index(name), 63))
-        return np.where(deps.any(axis=-1, keepdims=True), deps | mark, deps)
+        mark[-1] = np.uint64(1) << np.uint64(self.reason_bits()[name])
+        return deps | mark
 
     # One equation.
 
@@ -242,7 +250,8 @@ class Interpreter:
         if self.num_bits % 64:
             full[-2] = (np.uint64(1) << np.uint64(self.num_bits % 64)) - np.uint64(1)
         full[-1] = 0
-        reads = self.conservative(eqn.primitive.name, full)
+        self.outside.add(eqn.primitive.name)
+        reads = self._marked(eqn.primitive.name, full)
         return [_like(var, np.broadcast_to(reads, (*_shape(var), self.words))) for var in eqn.outvars]
 
     def _blank(self, var):

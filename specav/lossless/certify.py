@@ -93,8 +93,8 @@ def certify(
 ) -> Certificate:
     """Proves a policy lossless under a verification rule, finds a leak, or says why neither could be done.
 
-    The declaration (`window`, `reads`, `couples`, `slots`) is not looked at. Assumed are the documented meanings of
-    `PolicyInputs`: num_drafts, active, counts, last_accepted, last_tested and the state come from earlier rounds;
+    The declaration (`window`, `reads`, `couples`, `slots`) is not looked at. `decide` is traced with every field of
+    `PolicyInputs` given. Assumed are the documented meanings of the fields: num_drafts, active, counts, last_accepted, last_tested and the state come from earlier rounds;
     features[r, j] are functions of q_j ("prefix") or of q_j and x_j ("draw"); acceptance[r, j] is a function of such
     features; survival is `survival_probabilities` of it. With a parallel drafter "prefix" must mean the laws alone.
 
@@ -135,13 +135,13 @@ def certify(
     found = both(PROVED, _REVEALED)._replace(dependence=reads)
     marginal, joint = allowed.forbidden(reads, joint=False), allowed.forbidden(reads, joint=True)
     if not joint:
-        return found
+        return _with_caution(found, drafter)
     not_ordered = ""
     if policy.admission is not None:
         not_ordered = _why_not_in_order(policy, allowed, sizes, state)
         if not not_ordered:
             reason = "a budget known beforehand is spent on scores that read nothing but what is revealed by then"
-            return found._replace(marginal_reason=reason, joint_reason=reason)
+            return _with_caution(found._replace(marginal_reason=reason, joint_reason=reason), drafter)
     search = check_non_anticipating(
         policy, rule=rule, drafter=scheme, acceptance_depends_on=acceptance_depends_on, state=state, **sizes
     )
@@ -151,6 +151,14 @@ def certify(
     return found._replace(
         marginal=marginal_verdict, joint=joint_verdict, marginal_reason=marginal_reason, joint_reason=joint_reason
     )
+
+
+def _with_caution(found, drafter):
+    """A proof is about the policy; laws that a caller describes were only tried out."""
+    if not isinstance(drafter, Scheme) or drafter == Scheme(drafter=drafter.drafter):
+        return found
+    reason = f"{found.joint_reason} (the laws of {drafter.name!r} were tried on random logits only)"
+    return found._replace(marginal_reason=reason, joint_reason=reason)
 
 
 class _Allowed:

@@ -244,9 +244,12 @@ def _analysed(traced, leaves, tracked, needed, falling=None):
 def _named(interpreter, layout, deps, slots):
     """A `Dependence` from sets [B, K, W]."""
     bits = _unpacked(deps, interpreter.num_bits).reshape(*slots, len(layout), *slots)
-    reads = {name: bits[:, :, number] for number, name in enumerate(layout) if bits[:, :, number].any()}
     through = {name: where for name, where in _reasons(interpreter, deps).items() if where.any()}
-    return Dependence(reads, through)
+    reads = {name: bits[:, :, number] for number, name in enumerate(layout)}
+    for name in interpreter.outside & through.keys():  # it may know inputs that the program does not read
+        known = through[name][:, :, None, None]
+        reads = {name: reads.get(name, False) | np.broadcast_to(known, (*slots, *slots)) for name in SLOT_INPUTS}
+    return Dependence({name: where for name, where in reads.items() if where.any()}, through)
 
 
 def _unpacked(deps, num_bits):
@@ -258,10 +261,7 @@ def _unpacked(deps, num_bits):
 def _reasons(interpreter, deps):
     """Names of conservative primitives, and where they had a part."""
     mark = np.asarray(deps[..., -1])
-    return {
-        name: (mark >> np.uint64(min(number, 63))) & np.uint64(1) == 1
-        for number, name in enumerate(interpreter.reasons)
-    }
+    return {name: (mark >> np.uint64(bit)) & np.uint64(1) == 1 for name, bit in interpreter.reason_bits().items()}
 
 
 def _shape_of(leaf):
