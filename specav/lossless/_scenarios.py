@@ -6,7 +6,7 @@ tables of (row, token): where laws and tokens are equal, features and prediction
 drawn elsewhere. Host side, NumPy; only the features themselves are `specav.draft_features`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +16,11 @@ from specav.lossless.scheme import Scheme
 from specav.policies import PolicyInputs
 
 _ROWS = 128  # laws in the pool of a scenario
-# How a token is proposed: from its law, uniformly, the most likely one, the least likely one. Whatever has positive
-# probability may happen, so that a decision must not change under any of them.
-PROPOSALS = 4
+# How a token is proposed: from its law, uniformly, the most likely one, the least likely one; the one with the best
+# prospects (survival summed over the rest of the block), the one with the worst. Whatever has positive probability may
+# happen, so that a decision must not change under any of them. The last two move sums over a batch the most.
+PROPOSALS = 6
+BEST, WORST = 4, 5
 
 
 class Scenarios(NamedTuple):
@@ -29,7 +31,8 @@ class Scenarios(NamedTuple):
       features: by name, float32 [S, L, V]; prefix features are constant along V.
       acceptance: float32 [S, K, L, V], an estimator's predictions.
       possible: bool [S, L, V], tokens of positive probability.
-      cumulative: float64 [PROPOSALS, S, L, V], distribution functions of the proposals.
+      cumulative: float64 [4, S, L, V], distribution functions of the first four proposals.
+      chosen: int [2, S, B, K, V], tokens of the last two, by the draft before.
       num_drafts, last_accepted, last_tested: int32 [S, B]; active: bool [S, B].
       num_base_tokens, num_sampling, num_drafting: int32 [S].
     """
@@ -39,6 +42,7 @@ class Scenarios(NamedTuple):
     acceptance: np.ndarray
     possible: np.ndarray
     cumulative: np.ndarray
+    chosen: np.ndarray
     num_drafts: np.ndarray
     active: np.ndarray
     last_accepted: np.ndarray
@@ -56,7 +60,7 @@ def random_scenarios(
     last_accepted: np.ndarray,
     last_tested: np.ndarray,
 ) -> Scenarios:
-    """Draws S rounds: laws from near-uniform to one-hot, ties, ragged and nearly empty batches, all sorts of predictions.
+    """Draws S rounds: laws from near-uniform to one-hot, ties, ragged and nearly empty batches, various predictions.
 
     Args:
       rng: source of randomness.
@@ -74,15 +78,17 @@ def random_scenarios(
     row_of = rng.integers(0, distinct, (count, batch, width, vocabulary))
     if scheme.drafter != "autoregressive":
         row_of = np.broadcast_to(row_of[..., :1], row_of.shape)
+    acceptance = _random_acceptance(rng, features, acceptance_depends_on, width)
     num_drafts, active = _random_lengths(rng, count, batch, width)
     working = active.sum(axis=1).astype(np.int32)
-    other_tokens = rng.choice([0, 0, 1, 4], count) * rng.integers(0, max(batch, 64), count)
+    other_tokens = rng.choice([0, 0, 0, 1, 4], count) * rng.integers(0, max(batch, 64), count)
     return Scenarios(
         row_of=row_of,
         features=features,
-        acceptance=_random_acceptance(rng, features, acceptance_depends_on, width),
+        acceptance=acceptance,
         possible=laws > 0,
         cumulative=_proposals(laws),
+        chosen=_best_and_worst(row_of, acceptance, laws > 0),
         num_drafts=num_drafts,
         active=active,
         last_accepted=last_accepted,
@@ -120,8 +126,12 @@ def draw(
     for column in range(tokens.shape[2]):
         row = _rows(scenarios, which, tokens, column)
         stays = ~redrawn[..., column] & scenarios.possible[scenario, row, tokens[..., column]]
-        steps = scenarios.cumulative[proposal[..., column], scenario, row]
+        how = proposal[..., column]
+        steps = scenarios.cumulative[np.minimum(how, BEST - 1), scenario, row]
         drawn = (uniform[..., column, None] >= steps[..., :-1]).sum(axis=-1)
+        place = (np.maximum(how - BEST, 0), scenario, np.arange(tokens.shape[1]), column, _before(tokens, column))
+        chosen = scenarios.chosen[place]
+        drawn = np.where(how >= BEST, chosen, drawn)
         tokens[..., column] = np.where(stays, tokens[..., column], drawn)
     return tokens
 
@@ -148,24 +158,25 @@ def policy_inputs(scenarios: Scenarios, which: np.ndarray, tokens: np.ndarray) -
     row = np.stack([_rows(scenarios, which, tokens, column) for column in range(width)], axis=2)
     scenario = which[:, None, None]
     num_drafts = scenarios.num_drafts[which]
-    return PolicyInputs(
-        features=DraftFeatures(**{name: table[scenario, row, tokens] for name, table in scenarios.features.items()}),
-        draft_tokens=np.where(np.arange(width) < num_drafts[..., None], tokens, -1).astype(np.int32),
-        num_drafts=num_drafts,
-        acceptance=scenarios.acceptance[scenario, np.arange(width), row, tokens],
-        active=scenarios.active[which],
-        num_base_tokens=scenarios.num_base_tokens[which],
-        num_sampling=scenarios.num_sampling[which],
-        num_drafting=scenarios.num_drafting[which],
-        last_accepted=scenarios.last_accepted[which],
-        last_tested=scenarios.last_tested[which],
-    )
+    features: dict[str, Any] = {name: table[scenario, row, tokens] for name, table in scenarios.features.items()}
+    shown: dict[str, Any] = {
+        name: getattr(scenarios, name)[which]
+        for name in ("active", "num_base_tokens", "num_sampling", "num_drafting", "last_accepted", "last_tested")
+    }
+    shown["num_drafts"] = num_drafts
+    shown["draft_tokens"] = np.where(np.arange(width) < num_drafts[..., None], tokens, -1).astype(np.int32)
+    shown["acceptance"] = scenarios.acceptance[scenario, np.arange(width), row, tokens]
+    return PolicyInputs(features=DraftFeatures(**features), **shown)
 
 
 def _rows(scenarios, which, tokens, column):
     """The law of one slot of every request, by its place in the pool, int [N, B]."""
-    before = tokens[..., column - 1] if column else np.zeros(tokens.shape[:2], tokens.dtype)
-    return scenarios.row_of[which[:, None], np.arange(tokens.shape[1]), column, before]
+    return scenarios.row_of[which[:, None], np.arange(tokens.shape[1]), column, _before(tokens, column)]
+
+
+def _before(tokens, column):
+    """The draft before a slot, 0 for the first one, int [N, B]."""
+    return tokens[..., column - 1] if column else np.zeros(tokens.shape[:2], tokens.dtype)
 
 
 def _random_logits(rng, count, vocabulary):
@@ -213,7 +224,11 @@ def _random_acceptance(rng, features, depends_on, width):
         # A prediction of class "draw" that ignores the draw would test nothing.
         weight = sign * rng.uniform(0.1, 1.2, one) * (rng.random(one) < (1.0 if name == "logit_q_sampled" else 0.6))
         score = score + weight * features[name]
-    score = score[:, None] + rng.uniform(-2, 3, (count, 1, 1, 1)) + 0.5 * rng.normal(size=(count, width, 1, 1))
+    score = (
+        score[:, None]
+        + rng.uniform(-2, 3, (count, 1, 1, 1))
+        + rng.choice([0.3, 1.5], (count, 1, 1, 1)) * rng.normal(size=(count, width, 1, 1))
+    )
     certain = features["logit_q_sampled" if depends_on == "draw" else "logit_q_max"][:, None]
     predicted = 1 / (1 + np.exp(-np.clip(np.where(raw, certain, score), -60, 60)))
     coarse = rng.random((count, 1, 1, 1)) < 0.2
@@ -222,7 +237,7 @@ def _random_acceptance(rng, features, depends_on, width):
 
 def _random_lengths(rng, count, batch, width):
     """num_drafts int32 [S, B] and active bool [S, B]; some batches nearly empty, where one request decides alone."""
-    few = rng.choice([1, 2, 3, max(batch // 4, 1), batch, batch], size=(count, 1))
+    few = rng.choice([1, 2, 3, max(batch // 4, 1), *4 * [batch]], size=(count, 1))
     place = np.argsort(rng.random((count, batch)), axis=1)
     with_drafts = place < few
     # Requests without drafts have ended, or have nothing to draft and still count in the step.
@@ -233,9 +248,27 @@ def _random_lengths(rng, count, batch, width):
 
 
 def _proposals(laws):
-    """Distribution functions [PROPOSALS, S, L, V]; 1.0 exactly from the last possible token on."""
+    """Distribution functions [4, S, L, V]; 1.0 exactly from the last possible token on."""
     possible = laws > 0
     most = np.arange(laws.shape[-1]) == np.argmax(laws, axis=-1)[..., None]
     least = np.arange(laws.shape[-1]) == np.argmin(np.where(possible, laws, np.inf), axis=-1)[..., None]
     steps = np.cumsum(np.stack([laws, possible, most, least]).astype(np.float64), axis=-1)
     return steps / steps[..., -1:]
+
+
+def _best_and_worst(row_of, acceptance, possible):
+    """Tokens with the largest and the smallest survival summed over the rest of the block, int [2, S, B, K, V].
+
+    Backwards from the last slot: prospects of a token are a (1 + prospects of what follows it).
+    """
+    scenario, width = np.arange(len(row_of))[:, None, None], row_of.shape[2]
+    chosen = np.empty((2, *row_of.shape), np.int64)
+    for which, sign in enumerate((1.0, -1.0)):
+        following = np.zeros((*row_of.shape[:2], row_of.shape[3]))  # [S, B, V]
+        for column in reversed(range(width)):
+            row = row_of[:, :, column]  # [S, B, V], by the draft before
+            prospects = acceptance[scenario, column, row] * (1 + following[:, :, None, :])  # [S, B, V, V]
+            score = np.where(possible[scenario, row], sign * prospects, -np.inf)
+            chosen[which, :, :, column] = score.argmax(axis=-1)
+            following = sign * score.max(axis=-1)
+    return chosen

@@ -17,12 +17,12 @@ import numpy as np
 
 from specav._checks import one_of, static_int
 from specav.lossless._counterexample import Decider, Move, Witness, witness_of
-from specav.lossless._scenarios import PROPOSALS, Scenarios, draw, random_scenarios
+from specav.lossless._scenarios import BEST, PROPOSALS, WORST, Scenarios, draw, random_scenarios
 from specav.lossless.scheme import Scheme, as_scheme, scheme_fault
 from specav.policies import RULES, Policy
 
 _CHAINS = 32  # batches that are decoded side by side, so that states evolve
-_REDRAWS = 12  # per scenario, of everything that is not revealed; and as many of one request's
+_REDRAWS = 12  # per scenario, of any requests; and as many of one request's
 _BOUNDARIES = 4  # joint counterexamples per round whose neighbourhood is searched for a marginal one
 
 
@@ -81,7 +81,7 @@ def check_non_anticipating(
     num_draft_tokens: int = 8,
     vocabulary: int = 8,
     acceptance_depends_on: str = "prefix",
-    num_scenarios: int = 256,
+    num_scenarios: int | None = None,
     seed: int = 0,
     state: Any = None,
 ) -> Finding:
@@ -103,7 +103,7 @@ def check_non_anticipating(
       vocabulary: V of the draft models, at least 2.
       acceptance_depends_on: class of the estimator behind acceptance and survival: "prefix" predictions are functions
         of the prefix features of their own position, "draw" ones of `logit_q_sampled` as well.
-      num_scenarios: rounds of batches, rounded up to a multiple of 32.
+      num_scenarios: rounds of batches, rounded up to a multiple of 32. Default: 768, more at small shapes, up to 3072.
       seed: of everything random.
       state: the policy's state at the start. Default: `policy.init()`.
 
@@ -119,6 +119,8 @@ def check_non_anticipating(
     batch = static_int("num_requests", num_requests, 1)
     width = static_int("num_draft_tokens", num_draft_tokens, 1)
     vocabulary = static_int("vocabulary", vocabulary, 2)
+    if num_scenarios is None:
+        num_scenarios = min(3072, max(768, 768 * 512 // (batch * width)))
     rounds = -(-static_int("num_scenarios", num_scenarios, 1) // _CHAINS)
     rng = np.random.default_rng(static_int("seed", seed, 0))
 
@@ -167,7 +169,7 @@ def _search(rng, decider, tokens, decided, want_marginal, want_joint):
 
     alone = _redraw_slots(rng, decider, chains, decided, alone=True)
     candidates = [(chains, _redraw(rng, decider, chains, tokens, alone), alone.any(axis=2).argmax(axis=1))]
-    index, request = _some(rng, np.argwhere(moved), 512).T
+    index, request = np.array(_some(rng, np.argwhere(moved), 512), int).reshape(-1, 2).T
     own = tokens[chains[index]].copy()
     own[np.arange(len(index)), request] = full[index, request]
     candidates.append((chains[index], own, request))
@@ -199,9 +201,13 @@ def _search_boundaries(rng, decider, moves):
             path[step + 1 :, request] = move.after[request]
         on_path = decider.decide_n(np.full(len(path), move.chain), path)
         turn = int((on_path != on_path[0]).any(axis=1).argmax())
+        if not turn:  # rounding
+            continue
+        if on_path[turn, requests[turn - 1]] != on_path[0, requests[turn - 1]]:
+            return [Move(move.chain, path[turn - 1], path[turn], int(requests[turn - 1]))]
         for at in (turn - 1, turn):
-            base, counts = path[max(at, 0)], on_path[max(at, 0)]
-            which = np.full(8 * _REDRAWS, move.chain)
+            base, counts = path[at], on_path[at]
+            which = np.full(96, move.chain)
             every = np.broadcast_to(counts, (decider.num_chains, *counts.shape))
             alone = _redraw_slots(rng, decider, which, every, alone=True)
             changed = _redraw(rng, decider, which, np.broadcast_to(base, (decider.num_chains, *base.shape)), alone)
@@ -217,25 +223,25 @@ def _redraw_slots(rng, decider, which, decided, alone):
     """Which unrevealed slots are drawn anew, bool [N, B, K]: all, or some, of all requests, of some, or of one."""
     scenarios: Scenarios = decider.scenarios
     revealed = decider.num_revealed(which, decided[which])
-    shape = (*revealed.shape, scenarios.row_of.shape[2])
-    column = np.arange(shape[2])
-    start = revealed + np.where(rng.random(revealed.shape) < 0.7, 0, rng.geometric(0.5, revealed.shape))
-    start = np.minimum(start, np.maximum(shape[2] - 1, revealed))
-    slots = column >= start[..., None]
-    single = rng.random((*revealed.shape, 1)) < 0.25
-    slots &= ~single | (column == start[..., None])
+    width = scenarios.row_of.shape[2]
+    everything = rng.random((len(which), 1)) < 0.5
+    later = np.minimum(revealed + rng.geometric(0.5, revealed.shape), np.maximum(width - 1, revealed))
+    start = np.where(everything | (rng.random(revealed.shape) < 0.5), revealed, later)[..., None]
+    single = ~everything & (rng.random(revealed.shape) < 0.3)
+    slots = (np.arange(width) >= start) & (~single[..., None] | (np.arange(width) == start))
     can = slots.any(axis=2) & (scenarios.num_drafts[which] > 0)
     if alone:
         rank = np.where(can, rng.random(can.shape), -1.0)
-        chosen = np.arange(shape[1]) == rank.argmax(axis=1)[:, None]
+        chosen = np.arange(can.shape[1]) == rank.argmax(axis=1)[:, None]
     else:
-        chosen = rng.random(can.shape) < rng.choice([1.0, 1.0, 0.5, 0.1], size=(len(which), 1))
+        share = np.where(everything, 1.0, rng.choice([1.0, 0.5, 0.1], size=(len(which), 1)))
+        chosen = rng.random(can.shape) < share
     return slots & (chosen & can)[..., None]
 
 
 def _redraw(rng, decider, which, tokens, slots):
     """Blocks [N, B, K] of the chains' `tokens` with `slots` drawn anew, by one proposal, or one for each request."""
-    same = rng.integers(0, PROPOSALS, (len(which), 1, 1))
+    same = rng.choice([*range(PROPOSALS), BEST, WORST], (len(which), 1, 1))
     own = rng.integers(0, PROPOSALS, (*slots.shape[:2], 1))
     proposal = np.where(rng.random((len(which), 1, 1)) < 0.5, same, own)
     return draw(rng, decider.scenarios, which, tokens[which], slots, proposal)
@@ -243,5 +249,4 @@ def _redraw(rng, decider, which, tokens, slots):
 
 def _some(rng, items, number):
     """At most `number` of the items, in random order."""
-    order = rng.permutation(len(items))[:number]
-    return items[order] if isinstance(items, np.ndarray) else [items[i] for i in order]
+    return [items[i] for i in rng.permutation(len(items))[:number]]
