@@ -94,9 +94,10 @@ def certify(
     """Proves a policy lossless under a verification rule, finds a leak, or says why neither could be done.
 
     The declaration (`window`, `reads`, `couples`, `slots`) is not looked at. `decide` is traced with every field of
-    `PolicyInputs` given. Assumed are the documented meanings of the fields: num_drafts, active, counts, last_accepted, last_tested and the state come from earlier rounds;
-    features[r, j] are functions of q_j ("prefix") or of q_j and x_j ("draw"); acceptance[r, j] is a function of such
-    features; survival is `survival_probabilities` of it. With a parallel drafter "prefix" must mean the laws alone.
+    `PolicyInputs` given. Assumed are the documented meanings of the fields: num_drafts, active, counts, last_accepted,
+    last_tested and the state come from earlier rounds; features[r, j] are functions of q_j ("prefix") or of q_j and x_j
+    ("draw"); acceptance[r, j] is a function of such features; survival is `survival_probabilities` of it. With a
+    parallel drafter "prefix" must mean the laws alone.
 
     Args:
       policy: `decide` must be traceable, and a pure function.
