@@ -3,12 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
 from specav import metrics
 
@@ -31,12 +27,12 @@ def draw(out: Path, rows: list[dict[str, Any]], predictions: list[Any], rounds: 
         "survival.png": lambda axes: _survival(axes, predictions, rounds),
     }
     for name, make in makers.items():
-        figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
+        figure = Figure(figsize=(8, 5.5), layout="constrained")
+        axes = figure.subplots()
         make(axes)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         figure.savefig(out / name, dpi=120)
-        plt.close(figure)
     return list(makers)
 
 

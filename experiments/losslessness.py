@@ -14,11 +14,8 @@ import pathlib
 import sys
 from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 from scipy import stats
 from tqdm import tqdm
 
@@ -181,7 +178,8 @@ def draw(rows: list[Judged], path: pathlib.Path) -> None:
     values = np.full((len(names), len(RULES)), np.nan)
     for row in rows:
         values[names.index(row.practice), RULES.index(row.rule)] = max(row.measured)
-    figure, axes = plt.subplots(figsize=(6.4, 0.3 * len(names) + 1.2), layout="constrained")
+    figure = Figure(figsize=(6.4, 0.3 * len(names) + 1.2), layout="constrained")
+    axes = figure.subplots()
     shown = axes.imshow(np.log10(np.maximum(values, 1e-5)), aspect="auto", cmap="Reds", vmin=-4, vmax=0)
     axes.set_xticks(range(len(RULES)), RULES)
     axes.set_yticks(range(len(names)), names, fontsize=7)
@@ -190,7 +188,6 @@ def draw(rows: list[Judged], path: pathlib.Path) -> None:
         axes.text(j, i, _number(value), ha="center", va="center", fontsize=7, color=colour)
     figure.colorbar(shown, label="log10 of the largest total variation found")
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> None:
