@@ -198,21 +198,18 @@ def _witness(decider, move, before, after, differs, evidence):
     positions = tuple(range(low + 1, high + 1))
     direction = "from no to yes" if after[request] > before[request] else "from yes to no"
     place = f"position {positions[0]}" if len(positions) == 1 else f"positions {positions[0]} to {positions[-1]}"
-    num_drafts = decider.scenarios.num_drafts[move.chain]
     explanation = (
         f"verifying request {request} {place} changed {direction} when "
-        f"{' and '.join(_change_in_words(decider, change, num_drafts) for change in changes)}; "
+        f"{' and '.join(_change_in_words(decider, change) for change in changes)}; "
         f"{_revealed_in_words(decider, move, before, changes)}"
     )
     return Witness(request, positions, int(before[request]), int(after[request]), changes, explanation, *evidence)
 
 
-def _change_in_words(decider, change, num_drafts):
-    number = num_drafts[change.request]
-    beyond = f", beyond its {number} drafts," if change.position > number else ""
+def _change_in_words(decider, change):
     follows = decider.scheme.drafter == "autoregressive" and change.position < decider.scenarios.row_of.shape[2]
     law = f", and with it the draft law of position {change.position + 1}" if follows else ""
-    where = f"draft token {change.position} of request {change.request}{beyond}"
+    where = f"draft token {change.position} of request {change.request}"
     return f"{where} changed from {change.before} to {change.after}{law}"
 
 

@@ -109,7 +109,7 @@ def draw(
 ) -> np.ndarray:
     """Draws tokens anew, one position after the other, each from the law that follows from what is before it.
 
-    A token that is not to be drawn anew stays, unless it has become impossible.
+    A token that is not to be drawn anew stays, unless it has become impossible. Slots beyond num_drafts hold token 0.
 
     Args:
       which: int [N], the scenario of each block.
@@ -132,7 +132,8 @@ def draw(
         place = (np.maximum(how - BEST, 0), scenario, np.arange(tokens.shape[1]), column, _before(tokens, column))
         chosen = scenarios.chosen[place]
         drawn = np.where(how >= BEST, chosen, drawn)
-        tokens[..., column] = np.where(stays, tokens[..., column], drawn)
+        drawn = np.where(stays, tokens[..., column], drawn)
+        tokens[..., column] = np.where(column < scenarios.num_drafts[which], drawn, 0)
     return tokens
 
 
@@ -141,14 +142,16 @@ def possible_blocks(scenarios: Scenarios, which: np.ndarray, tokens: np.ndarray)
     fine = np.ones(len(tokens), bool)
     for column in range(tokens.shape[2]):
         row = _rows(scenarios, which, tokens, column)
-        fine &= scenarios.possible[which[:, None], row, tokens[..., column]].all(axis=1)
+        possible = scenarios.possible[which[:, None], row, tokens[..., column]]
+        fine &= (possible | (column >= scenarios.num_drafts[which])).all(axis=1)
     return fine
 
 
 def policy_inputs(scenarios: Scenarios, which: np.ndarray, tokens: np.ndarray) -> PolicyInputs:
     """What the policy is shown, `PolicyInputs` of NumPy arrays [N, ...] without survival.
 
-    As in `specav.decode`, slots beyond num_drafts show no token (-1), but whatever features their rows have.
+    As in `specav.decode`, slots beyond num_drafts show no token (-1), but rows that a drafter may have computed there:
+    the first one still follows from the last draft. Nothing random is drawn there, for it would decide nothing else.
 
     Args:
       which: int [N], the scenario of each block.

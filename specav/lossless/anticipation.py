@@ -150,7 +150,7 @@ def check_non_anticipating(
         num_checks += decider.num_compared
         if finding.marginal is not None and finding.joint is not None:
             break
-        tested = np.minimum(decider.num_revealed(chains, decided), scenarios.num_drafts).astype(np.int32)
+        tested = decider.num_revealed(chains, decided).astype(np.int32)
         everything_passed = rng.random(tested.shape) < 0.4
         accepted = np.where(everything_passed, tested, rng.integers(0, tested + 1)).astype(np.int32)
     return finding._replace(num_checks=num_checks)
@@ -223,20 +223,21 @@ def _redraw_slots(rng, decider, which, decided, alone):
     """Which unrevealed slots are drawn anew, bool [N, B, K]: all, or some, of all requests, of some, or of one."""
     scenarios: Scenarios = decider.scenarios
     revealed = decider.num_revealed(which, decided[which])
-    width = scenarios.row_of.shape[2]
     everything = rng.random((len(which), 1)) < 0.5
-    later = np.minimum(revealed + rng.geometric(0.5, revealed.shape), np.maximum(width - 1, revealed))
+    lengths = scenarios.num_drafts[which]
+    later = np.minimum(revealed + rng.geometric(0.5, revealed.shape), np.maximum(lengths - 1, revealed))
     start = np.where(everything | (rng.random(revealed.shape) < 0.5), revealed, later)[..., None]
     single = ~everything & (rng.random(revealed.shape) < 0.3)
-    slots = (np.arange(width) >= start) & (~single[..., None] | (np.arange(width) == start))
-    can = slots.any(axis=2) & (scenarios.num_drafts[which] > 0)
+    column = np.arange(scenarios.row_of.shape[2])
+    slots = (column >= start) & (column < lengths[..., None]) & (~single[..., None] | (column == start))
+    can = slots.any(axis=2)
     if alone:
         rank = np.where(can, rng.random(can.shape), -1.0)
         chosen = np.arange(can.shape[1]) == rank.argmax(axis=1)[:, None]
     else:
         share = np.where(everything, 1.0, rng.choice([1.0, 0.5, 0.1], size=(len(which), 1)))
         chosen = rng.random(can.shape) < share
-    return slots & (chosen & can)[..., None]
+    return slots & chosen[..., None]
 
 
 def _redraw(rng, decider, which, tokens, slots):
