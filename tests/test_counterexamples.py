@@ -22,20 +22,47 @@ from tests.laws import chi_square
 
 NUMBER = 200_000
 A, B = 0, 1
+HALF = (0.5, 0.5)
 
 
-def rows(*probabilities):
-    """Logits [NUMBER, len(probabilities), V] with these laws in every request."""
-    logits = jnp.log(jnp.asarray(probabilities, jnp.float32))
-    return jnp.broadcast_to(logits, (NUMBER, *logits.shape))
+# Four programs for all examples: NUMBER requests, K = 2 and V = 2; an example with one draft leaves x_2 unused.
 
 
-def draw_drafts(keys, logits, committed, draw_key=draft_keys):
-    """Drafts [NUMBER, K], every position with its own key."""
-    columns = [
-        sample(draw_key(keys, committed + i, committed), logits[:, i]) for i in range(logits.shape[1])
-    ]  # fmt: skip
-    return jnp.stack(columns, axis=1)
+@functools.partial(jax.jit, static_argnames="by_position")
+def draw_drafts(key, laws, committed, by_position=False):
+    """Keys [NUMBER] and drafts [NUMBER, 2] of the laws [2, 2], every position with its own key."""
+    keys, committed = request_keys(key, NUMBER), jnp.full((NUMBER,), committed)
+    columns = []
+    for i in range(2):
+        logits = jnp.broadcast_to(jnp.log(laws[i]), (NUMBER, 2))
+        at = verdict_keys(keys, committed + i, DRAFT) if by_position else draft_keys(keys, committed + i, committed)
+        columns.append(sample(at, logits))
+    return keys, jnp.stack(columns, axis=1)
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def verified(keys, tokens, laws, target, committed, num_drafts, num_verified, rule):
+    """The first token of every request; laws [2, 2] of the drafts, target [3, 2]."""
+    draft, target = (jnp.broadcast_to(jnp.log(x), (NUMBER, *x.shape)) for x in (laws, target))
+    full = jnp.full((NUMBER,), 1)
+    result = speculative_verify(
+        keys, tokens, draft, target, num_drafts * full, num_verified, rule=rule, positions=committed * full
+    )
+    return result.tokens[:, 0]
+
+
+def first_tokens(keys, tokens, draft, target, num_drafts, num_verified, rule, committed=0):
+    laws, target = np.asarray([draft] * 2, np.float32), np.asarray([target] * 3, np.float32)
+    numbers = np.int32(committed), np.int32(num_drafts), np.asarray(num_verified, np.int32)
+    rule = "coupled" if rule == "deferred" else rule  # the deferred rule is the coupled one, and keeps what is untested
+    return np.asarray(verified(keys, tokens, laws, target, *numbers, rule=rule))
+
+
+def drafts(seed, law, committed=0, by_position=False):
+    keys, tokens = draw_drafts(
+        jax.random.key(seed), np.asarray([law] * 2, np.float32), np.int32(committed), by_position
+    )
+    return keys, np.asarray(tokens)
 
 
 def first_token_law(tokens):
@@ -51,26 +78,24 @@ def assert_law(counts, law, *, other):
 # (i) target (.5, .5), draft (.2, .8), a draft is discarded when q(drawn) < .5: (.4, .6) under the standard rule.
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "feature"))
-def discard(key, rule, feature):
-    keys, zero = request_keys(key, NUMBER), jnp.zeros((NUMBER,), jnp.int32)
-    draft, target = rows([0.2, 0.8]), rows([0.5, 0.5], [0.5, 0.5])
-    tokens = draw_drafts(keys, draft, zero)
+def discard(rule, feature):
+    keys, tokens = drafts(0, (0.2, 0.8))
     policy = policies.threshold(feature, 0.0)  # log-odds 0 is probability .5
-    inputs = PolicyInputs(draft_features(draft, tokens), tokens, zero + 1)
-    n, _ = policy.decide(policy.init(), inputs)
-    verifier_rule = "coupled" if rule == "deferred" else rule
-    return speculative_verify(keys, tokens, draft, target, zero + 1, n, rule=verifier_rule, positions=zero).tokens[:, 0]
+    draft = jnp.log(jnp.asarray([[[0.2, 0.8]]] * 2, jnp.float32))
+    either = jnp.asarray([[A], [B]])  # a decision depends on the token alone
+    inputs = PolicyInputs(draft_features(draft, either), either, jnp.ones((2,), jnp.int32))
+    n = np.asarray(policy.decide(policy.init(), inputs)[0])[tokens[:, 0]]
+    return first_tokens(keys, tokens, (0.2, 0.8), HALF, 1, n, rule)
 
 
 def test_discarding_unlikely_draws_bends_the_law_under_the_standard_rule():
-    counts = first_token_law(discard(jax.random.key(0), "standard", "logit_q_sampled"))
+    counts = first_token_law(discard("standard", "logit_q_sampled"))
     assert_law(counts, [0.4, 0.6], other=[0.5, 0.5])
 
 
 @pytest.mark.parametrize(("rule", "feature"), [("coupled", "logit_q_sampled"), ("standard", "logit_q_max")])
 def test_discarding_is_exact_under_the_coupled_rule_or_by_max_q(rule, feature):
-    counts = first_token_law(discard(jax.random.key(0), rule, feature))
+    counts = first_token_law(discard(rule, feature))
     assert_law(counts, [0.5, 0.5], other=[0.4, 0.6])
 
 
@@ -78,41 +103,35 @@ def test_discarding_is_exact_under_the_coupled_rule_or_by_max_q(rule, feature):
 # position 2 is .9 after A and 0 after B. The live argmax gives (.85, .15) under the standard rule.
 
 
-@functools.partial(jax.jit, static_argnames=("name", "rule"))
-def budget(key, name, rule):
-    keys, zero = request_keys(key, NUMBER), jnp.zeros((NUMBER,), jnp.int32)
-    draft, target = rows([0.5, 0.5], [0.5, 0.5]), rows([0.7, 0.3], [0.7, 0.3], [0.7, 0.3])
-    tokens = draw_drafts(keys, draft, zero)
+def budget(name, rule):
+    keys, tokens = drafts(1, HALF)
     costs = cost_table(np.asarray([1, 2, 3]), np.asarray([1.0, 2.0, 2.22]))
     policy = {"live": policies.live_argmax, "lagged": policies.trimmer}[name](costs)
+    decide = jax.jit(policy.decide)
 
-    def one(state, tokens):  # every request is a batch of its own, with its own budget
-        confidence = jnp.stack([jnp.float32(0.8), jnp.where(tokens[0] == A, 0.9, 0.0)])[None]
+    def one(state, first):  # every request is a batch of its own, with its own budget
+        confidence = jnp.asarray([[0.8, 0.9 if first == A else 0.0]], jnp.float32)
         n = jnp.asarray([2], jnp.int32)
-        inputs = PolicyInputs(None, tokens[None], n, confidence, survival_probabilities(confidence, n))
-        return policy.decide(state, inputs)
+        drawn = jnp.asarray([[first, A]], jnp.int32)
+        n, state = decide(state, PolicyInputs(None, drawn, n, confidence, survival_probabilities(confidence, n)))
+        return int(n[0]), state
 
     state = policy.init()
     if name == "lagged":  # the budget of a past round, whose first draft was B
-        _, state = one(state, jnp.asarray([B, A]))
-        n = jax.vmap(lambda t: one(state, t)[0][0])(tokens)
-    else:
-        n = jax.vmap(lambda t: one(state, t)[0][0])(tokens)
-    full = zero + 2
-    verifier_rule = "coupled" if rule == "deferred" else rule
-    result = speculative_verify(keys, tokens, draft, target, full, n, rule=verifier_rule, positions=zero)
-    return n, result.tokens[:, 0]
+        _, state = one(state, B)
+    n = np.asarray([one(state, first)[0] for first in (A, B)])[tokens[:, 0]]
+    return n, first_tokens(keys, tokens, HALF, (0.7, 0.3), 2, n, rule)
 
 
 def test_a_live_budget_bends_the_law_under_the_standard_rule():
-    n, tokens = budget(jax.random.key(1), "live", "standard")
+    n, tokens = budget("live", "standard")
     assert set(np.unique(n)) == {0, 2}  # everything after A, nothing after B
     assert_law(first_token_law(tokens), [0.85, 0.15], other=[0.7, 0.3])
 
 
 @pytest.mark.parametrize(("name", "rule"), [("live", "deferred"), ("lagged", "standard"), ("lagged", "coupled")])
 def test_a_lagged_budget_or_the_deferred_rule_is_exact(name, rule):
-    _, tokens = budget(jax.random.key(1), name, rule)
+    _, tokens = budget(name, rule)
     assert_law(first_token_law(tokens), [0.7, 0.3], other=[0.85, 0.15])
 
 
@@ -120,53 +139,39 @@ def test_a_lagged_budget_or_the_deferred_rule_is_exact(name, rule):
 # drafts keyed by position alone round 2 draws that very x_2 again: P(A) = .75.
 
 
-@functools.partial(jax.jit, static_argnames="by_position")
-def redraft(key, by_position):
-    keys, zero = request_keys(key, NUMBER), jnp.zeros((NUMBER,), jnp.int32)
-    half = [0.5, 0.5]
-    draft, target, full = rows(half, half), rows(half, half, half), zero + 2
-
-    def position_key(keys, positions, committed):
-        return verdict_keys(keys, positions, DRAFT)
-
-    draw_key = position_key if by_position else draft_keys
-    first = draw_drafts(keys, draft, zero, draw_key)
-    speculative_verify(keys, first, draft, target, full, zero, rule="standard", positions=zero)
-    second = draw_drafts(keys, draft, zero + 1, draw_key)
-    n = jnp.where(first[:, 1] == A, 2, 0)
-    return speculative_verify(keys, second, draft, target, full, n, rule="standard", positions=zero + 1).tokens[:, 0]
+def redraft(by_position):
+    _, first = drafts(2, HALF, 0, by_position)
+    keys, second = drafts(2, HALF, 1, by_position)
+    n = np.where(first[:, 1] == A, 2, 0)
+    return first_tokens(keys, second, HALF, HALF, 2, n, "standard", committed=1)
 
 
 def test_drafts_keyed_by_position_alone_bend_the_law():
-    assert_law(first_token_law(redraft(jax.random.key(2), True)), [0.75, 0.25], other=[0.5, 0.5])
+    assert_law(first_token_law(redraft(True)), [0.75, 0.25], other=[0.5, 0.5])
 
 
 def test_drafts_keyed_by_commitment_are_exact():
-    assert_law(first_token_law(redraft(jax.random.key(2), False)), [0.5, 0.5], other=[0.75, 0.25])
+    assert_law(first_token_law(redraft(False)), [0.5, 0.5], other=[0.75, 0.25])
 
 
 # (iv) two requests, p = q = (.5, .5), each verified iff the other drew A: every marginal is exact, the joint law is
 # (.3125, .1875, .1875, .3125) instead of .25 each.
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "sequential"))
-def two_requests(key, rule, sequential):
-    keys, zero = request_keys(key, 2 * NUMBER), jnp.zeros((2 * NUMBER,), jnp.int32)
-    half = jnp.log(jnp.full((2 * NUMBER, 2, 2), 0.5))
-    tokens = draw_drafts(keys, half[:, :1], zero)
-    x, y = tokens[:NUMBER, 0], tokens[NUMBER:, 0]
+def two_requests(rule, sequential):
+    keys, tokens = drafts(3, HALF)
+    x, y = np.split(tokens[:, 0], 2)  # the first half of the requests, each with one of the second half
     # Sequential: the first request is verified unseen, and what that reveals decides about the second.
-    n = jnp.concatenate([jnp.ones_like(x) if sequential else (y == A).astype(jnp.int32), (x == A).astype(jnp.int32)])
-    verifier_rule = "coupled" if rule == "deferred" else rule
-    result = speculative_verify(keys, tokens, half[:, :1], half, zero + 1, n, rule=verifier_rule, positions=zero)
-    return 2 * result.tokens[:NUMBER, 0] + result.tokens[NUMBER:, 0]
+    n = np.concatenate([np.ones_like(x) if sequential else y == A, x == A])
+    first, second = np.split(first_tokens(keys, tokens, HALF, HALF, 1, n, rule), 2)
+    return 2 * first + second
 
 
 JOINT = [0.3125, 0.1875, 0.1875, 0.3125]
 
 
 def test_a_live_decision_across_requests_bends_the_joint_law_and_no_marginal():
-    pairs = np.asarray(two_requests(jax.random.key(3), "standard", False))
+    pairs = two_requests("standard", False)
     assert_law(np.bincount(pairs, minlength=4), JOINT, other=[0.25] * 4)
     for marginal in (pairs // 2, pairs % 2):
         assert chi_square(np.bincount(marginal, minlength=2), [0.5, 0.5]).passed
@@ -174,7 +179,7 @@ def test_a_live_decision_across_requests_bends_the_joint_law_and_no_marginal():
 
 @pytest.mark.parametrize(("rule", "sequential"), [("standard", True), ("deferred", False)])
 def test_admission_in_order_or_the_deferred_rule_keeps_the_joint_law(rule, sequential):
-    pairs = np.asarray(two_requests(jax.random.key(3), rule, sequential))
+    pairs = two_requests(rule, sequential)
     assert_law(np.bincount(pairs, minlength=4), [0.25] * 4, other=JOINT)
 
 
