@@ -16,6 +16,9 @@ import numpy as np
 from tests.laws import chi_square
 from tests.mutations import Vectorised
 
+# Compilation dominates: every mutant is another function. Unoptimised code computes the same.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
 # ------------------------------------------------------------------------------------- one round, all outcomes
 
 SIZE, WIDTH = 3, 2
@@ -143,7 +146,7 @@ def counts_out_of_range_are_clamped(lib):
     keys = jax.random.split(jax.random.key(0), batch)
     inside = np.clip(drafts, 0, WIDTH)
     other = jnp.where(np.arange(WIDTH) < inside[:, None], tokens, -1)
-    verify = jax.jit(functools.partial(lib.verification.speculative_verify, rule="coupled"))
+    verify = quick_jit(functools.partial(lib.verification.speculative_verify, rule="coupled"))
     given = verify(keys, tokens, draft, target, jnp.asarray(drafts), jnp.asarray(verified))
     want = verify(keys, other, draft, target, jnp.asarray(inside), jnp.asarray(np.clip(verified, 0, inside)))
     for a, b in zip(given, want, strict=True):
@@ -284,7 +287,7 @@ def deferred_is_bitwise(lib):
     keys, start = jax.random.split(jax.random.key(3), batch), jnp.asarray(rng.integers(1, 50, batch), jnp.int32)
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
 
-    @jax.jit
+    @quick_jit
     def draw(keys, logits):
         noise = lib.randomness.draft_keys(*jnp.broadcast_arrays(keys[:, None], at, start[:, None]))
         return sampling.sample(noise.reshape(-1), logits.reshape(-1, SIZE)).reshape(batch, width)
@@ -293,7 +296,7 @@ def deferred_is_bitwise(lib):
         draw(keys, draft), draft, jnp.full((batch,), width, jnp.int32), jnp.zeros((batch, width), jnp.int32)
     )
 
-    @jax.jit
+    @quick_jit
     def verify(block, target, n, positions):
         arguments = (keys, block.tokens, block.logits, target, block.num_drafts, n)
         result = verification.speculative_verify(*arguments, rule="coupled", positions=positions)
@@ -408,7 +411,7 @@ def budget_is_predictable(lib):
     policy, drafts = policies.trimmer(costs), jnp.asarray([2], jnp.int32)
     rich, poor = np.float32([[0.8, 0.72]]), np.float32([[0.8, 0.0]])
 
-    @jax.jit
+    @quick_jit
     def compiled(state, survival, active):
         return policy.decide(state, policies.PolicyInputs(num_drafts=drafts, survival=survival, active=active[None]))
 
@@ -452,11 +455,11 @@ def _decode(lib, policy, rule, *, target=TARGET, draft=DRAFT, length=LENGTH, rou
     options = {"num_draft_tokens": WIDTH, "max_new_tokens": length, "eos_token": eos_token}
     loop = lib.decode.decoder(model, drafter, policy=policy, rule=rule, **options)
 
-    @jax.jit
+    @quick_jit
     def init(key):
         return loop.init(key, jnp.zeros((BATCH, 1), jnp.int32), jnp.ones((BATCH,), jnp.int32), (), ())
 
-    state, step, infos = init(jax.random.key(7) if key is None else key), jax.jit(loop.step), []
+    state, step, infos = init(jax.random.key(7) if key is None else key), quick_jit(loop.step), []
     for _ in range(2 * length if rounds is None else rounds):
         state, info = step(state)
         infos.append(info)
