@@ -90,7 +90,14 @@ def linear_costs(
 
 
 def flat_costs(time_per_step: float) -> CostTable:
-    """A table in which every target call costs the same and drafting is free: then every draft is worth verifying."""
+    """A table in which every target call costs the same and drafting is free: then every draft is worth verifying.
+
+    Args:
+      time_per_step: seconds, or any unit; above 0.
+
+    Raises:
+      TypeError, ValueError: not a positive number.
+    """
     return linear_costs(time_per_step, 0.0)
 
 

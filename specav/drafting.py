@@ -81,6 +81,9 @@ def autoregressive_drafter(model: Model, num_draft_tokens: int) -> Drafter:
     Args:
       model: see the module's docstring.
       num_draft_tokens: K.
+
+    Raises:
+      TypeError, ValueError: K is not an int of at least 1.
     """
     width = static_int("num_draft_tokens", num_draft_tokens, 1)
 
@@ -127,6 +130,9 @@ def parallel_drafter(prefill: Callable[..., Any], laws: Callable[..., Any], num_
       laws: (state, context: DraftContext) -> (raw logits float [B, K, V], state); row i is the law of the i-th new
         draft, at absolute position lengths + i.
       num_draft_tokens: K.
+
+    Raises:
+      TypeError, ValueError: K is not an int of at least 1.
     """
     width = static_int("num_draft_tokens", num_draft_tokens, 1)
 

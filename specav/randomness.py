@@ -50,14 +50,32 @@ def request_keys(key: Key[Array, "..."] | UInt32[Array, "..."], num_requests: in
 def draft_keys(
     keys: Key[Array, " *b"], positions: Int[Array, " *b"], num_committed: Int[Array, " *b"]
 ) -> Key[Array, " *b"]:
-    """Keys of draft tokens: by request, absolute position and tokens committed when the draft is drawn."""
+    """Keys of draft tokens: by request, absolute position and tokens committed when the draft is drawn.
+
+    Args:
+      keys: typed keys [...] of the requests.
+      positions: int [...], absolute positions of the drafts.
+      num_committed: int [...], tokens committed at that time.
+
+    Returns:
+      Typed keys [...].
+    """
     return _fold(_fold(_fold(keys, jnp.full_like(positions, DRAFT)), positions), num_committed)
 
 
 def verdict_keys(
     keys: Key[Array, " *b"], positions: Int[Array, " *b"], purpose: int | Int[Array, " *b"]
 ) -> Key[Array, " *b"]:
-    """Keys of accept, residual and bonus noise: by request, purpose and absolute position."""
+    """Keys of accept, residual and bonus noise: by request, purpose and absolute position.
+
+    Args:
+      keys: typed keys [...] of the requests.
+      positions: int [...], absolute positions.
+      purpose: ACCEPT, RESIDUAL or BONUS; an int or int [...].
+
+    Returns:
+      Typed keys [...].
+    """
     return _fold(_fold(keys, jnp.broadcast_to(jnp.asarray(purpose, positions.dtype), positions.shape)), positions)
 
 
@@ -65,6 +83,13 @@ def bernoulli(key: Key[Array, ""], probability: Float[Array, ""]) -> Bool[Array,
     """True with exactly the given float32 probability (to 2^-64): u < p for a 64-bit uniform u in [0, 1).
 
     Probabilities of at least 1 always pass; 0, negative ones and NaN never do.
+
+    Args:
+      key: one typed key.
+      probability: float32 [].
+
+    Returns:
+      bool [].
     """
     return _below(jax.random.bits(key, (2,), jnp.uint32), probability)
 

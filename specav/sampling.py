@@ -89,7 +89,15 @@ def token_probability(logits: Float[Array, "*b V"], tokens: Int[Array, "*b"]) ->
 
 
 def sample(keys: Array, logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """Draws one token per row from `law(logits)`; token 0 where a row names no law."""
+    """Draws one token per row from `law(logits)`; token 0 where a row names no law.
+
+    Args:
+      keys: typed keys [B].
+      logits: float [B, V], processed.
+
+    Returns:
+      int32 [B].
+    """
     return jax.vmap(categorical)(keys, law(logits)).astype(jnp.int32)
 
 

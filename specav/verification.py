@@ -220,6 +220,9 @@ def carry_over(block: DraftBlock, result: VerifyResult) -> DraftBlock:
 
     Returns:
       A `DraftBlock` of the same shapes; empty slots hold token -1 and zeros.
+
+    Raises:
+      TypeError, ValueError: wrong shapes or dtypes.
     """
     dims: dict[str, Any] = {}
     tokens = shaped(dims, "block.tokens", block.tokens, "B K", "int")

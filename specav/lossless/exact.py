@@ -182,7 +182,18 @@ def exact_output_law(
 
 
 def total_variation(p, q=None):
-    """Total variation: of an `OutputLaw` to its target, float64 [M]; or between two laws of one shape, a float."""
+    """Total variation, half the sum of |p - q|.
+
+    Args:
+      p: an `OutputLaw`, compared with its target; or a law, float [...].
+      q: the other law, of the shape of p; None with an `OutputLaw`.
+
+    Returns:
+      float64 [M], one for each batch of an `OutputLaw`; or a float.
+
+    Raises:
+      ValueError: shapes differ.
+    """
     if isinstance(p, OutputLaw):
         return 0.5 * np.abs(p.law - p.target).reshape(len(p.law), -1).sum(axis=1)
     p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
@@ -237,6 +248,9 @@ def estimated_paths(
       num_batches: M.
       policy, rule, num_draft_tokens, num_tokens, num_requests, num_rounds, drafter, estimator, refill, num_drafts: as
         there.
+
+    Raises:
+      TypeError, ValueError: as there.
     """
     reads = inputs_read(policy, num_requests, num_draft_tokens)
     looks = reads & {"acceptance", "survival"}

@@ -56,7 +56,11 @@ def as_scheme(drafter: str | Scheme) -> Scheme:
 
 
 def sampled_with(params: SamplingParams) -> Law:
-    """The law of logits under temperature, top-k and top-p, in this order. Parameters are scalars."""
+    """The law of logits under temperature, top-k and top-p, in this order (`processed`).
+
+    Args:
+      params: scalars.
+    """
     return lambda logits: processed(logits, params)
 
 
@@ -95,6 +99,12 @@ def scheme_fault(scheme: Scheme, *, vocabulary: int = 8, trials: int = 64, seed:
     """Looks for logits on which the verifier's idea of the laws is wrong, whatever the policy.
 
     With K = 1 and everything verified, one round must emit the promised law: q a + (1 - sum q a) residual.
+
+    Args:
+      scheme: how drafts are drawn and tested.
+      vocabulary: V of the logits tried.
+      trials: pairs of draft and target logits; half of them are similar.
+      seed: of the logits.
 
     Returns:
       None, or what is wrong in words with the largest total variation found.

@@ -109,7 +109,12 @@ def from_function(
 
 
 def by_number(name: str, number: int) -> Policy:
-    """A stateless policy that verifies a constant number of drafts, or all there are."""
+    """A stateless policy that verifies a constant number of drafts, or all there are.
+
+    Args:
+      name: for messages.
+      number: drafts per request and round.
+    """
 
     def decide(state, inputs):
         return jnp.minimum(usable_drafts(inputs), number), state
@@ -126,7 +131,12 @@ def by_slots(
     couples: str,
     init: Callable[[], Any] | None = None,
 ) -> Policy:
-    """A policy from its decision slot by slot, which must be a prefix of every row."""
+    """A policy from its decision slot by slot, which must be a prefix of every row.
+
+    Args:
+      name, slots, window, reads, couples: as in `Policy`.
+      init: () -> state. Default: no state.
+    """
 
     def decide(state, inputs):
         mask, state = slots(state, inputs)

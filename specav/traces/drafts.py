@@ -262,7 +262,11 @@ def to_rounds(drafts: LabelledDrafts, num_positions: int | None = None) -> Round
 
 
 def concatenate(parts: Sequence[LabelledDrafts]) -> LabelledDrafts:
-    """All drafts of `parts`, in order. At least one part."""
+    """All drafts of `parts`, in order.
+
+    Raises:
+      ValueError: no part.
+    """
     if not parts:
         raise ValueError("parts: expected at least one LabelledDrafts, got none")
     return LabelledDrafts(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
