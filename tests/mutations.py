@@ -27,7 +27,7 @@ class Mutation(NamedTuple):
       module: within the package, e.g. "verification" or "policies.trimming".
       old: a piece of one line, which must occur exactly once in the module.
       new: what stands there instead.
-      killed_by: name of the kill function (`tests.kills`) that must fail.
+      killed_by: name of the kill function that must fail.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Mutation test: single-line faults planted in the package, in memory, each of which a named test must find.
 
-`MUTATIONS` is the table: what is wrong, where, the line before and after, and the kill function of `tests.kills` that
-must pass on the package as it is and fail with an AssertionError on the mutant. A piece of code that is not found
-exactly once fails the test: the table has to follow the code.
+`MUTATIONS` is the table: what is wrong, where, the line before and after, and the kill function (`tests.kills`,
+`tests.kills_batch`) that must pass on the package as it is and fail with an AssertionError on the mutant. A piece of
+code that is not found exactly once fails the test: the table has to follow the code.
 
 `EQUIVALENT` lists faults that change nothing a law or a count could show, with the reason; they must survive, which
 shows that a kill is not just a private copy of the package breaking:
@@ -23,9 +23,10 @@ import time
 import pytest
 
 from specav import verification
-from tests.kills import KILLS
+from tests import kills, kills_batch
 from tests.mutations import ROOT, Mutation, library, mutated_source
 
+KILLS = {function.__name__: function for function in (*kills.KILLS, *kills_batch.KILLS)}
 SECONDS = 10.0  # processor time of any kill
 
 MUTATIONS = [
