@@ -185,9 +185,12 @@ def test_admission_in_order_or_the_deferred_rule_keeps_the_joint_law(rule, seque
 
 def test_deferral_carries_the_untested_draft_of_the_second_example():
     # The exactness of the live budget rests on it: after B the draft x_2 is kept, not redrawn.
-    tokens = jnp.asarray([[B, A]])
-    block = DraftBlock(tokens, None, jnp.asarray([2]), jnp.zeros((1, 2), jnp.int32))
-    sure = jnp.where(jax.nn.one_hot(jnp.asarray([[B, A, A]]), 2, dtype=jnp.bool_), 0.0, -jnp.inf)
-    result = speculative_verify(jax.random.key(0), tokens, None, sure, block.num_drafts, jnp.asarray([0]))
-    kept = carry_over(block, result)
-    assert result.num_accepted[0] == 1 and kept.num_drafts[0] == 1 and kept.tokens[0].tolist() == [A, -1]
+    @jax.jit
+    def one_round(key, tokens, none):
+        block = DraftBlock(tokens, None, none + 2, jnp.zeros((1, 2), jnp.int32))
+        sure = jnp.where(jax.nn.one_hot(jnp.asarray([[B, A, A]]), 2, dtype=jnp.bool_), 0.0, -jnp.inf)
+        result = speculative_verify(key, tokens, None, sure, block.num_drafts, none)
+        return result.num_accepted, carry_over(block, result)
+
+    num_accepted, kept = one_round(jax.random.key(0), np.asarray([[B, A]], np.int32), np.zeros(1, np.int32))
+    assert num_accepted[0] == 1 and kept.num_drafts[0] == 1 and kept.tokens[0].tolist() == [A, -1]
