@@ -6,15 +6,19 @@ finds. `check_non_anticipating` must find every leak, `certify` must never prove
 
 import functools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments import losslessness
-from experiments.losslessness import ALONE, EXACT, LOOK_AHEAD, TOGETHER, Shape, measure
+from experiments.losslessness import ALONE, EXACT, LOOK_AHEAD, TOGETHER, Shape, measure, random_models
 from specav import policies
 from specav.labels import RULES
 from specav.lossless.anticipation import check_non_anticipating
 from specav.lossless.catalogue import CATALOGUE, rising_costs
 from specav.lossless.certify import certify
+from specav.lossless.exact import exact_output_law, total_variation
 
 BENT = 1e-3
 PRACTICES = {practice.name: practice for practice in CATALOGUE}
@@ -115,6 +119,49 @@ def test_exact_laws_of_longer_blocks(name):
         own, joint = measure(PRACTICES[name], rule, shapes, seed=2)
         assert (own < EXACT) == (expected(name, rule) in (E, J)), (rule, own)
         assert (joint < EXACT) == (expected(name, rule) == E), (rule, joint)
+
+
+def random_decision_table(num_draft_tokens):
+    """Numbers that are an arbitrary function of all draws of the batch; another function for every model.
+
+    A hash of the drafts and of the bits of their features, which tell models apart, stands for the table.
+    """
+
+    def decide(state, inputs):
+        bits = jax.lax.bitcast_convert_type(inputs.features.logit_q_max, jnp.uint32)
+        words = jnp.concatenate([bits.reshape(-1), inputs.draft_tokens.reshape(-1).astype(jnp.uint32)])
+        digest = jnp.uint32(2166136261)
+        for word in words:
+            digest = (digest ^ word) * jnp.uint32(16777619)
+            digest = digest ^ (digest >> jnp.uint32(15))
+        rows = jnp.arange(len(inputs.num_drafts), dtype=jnp.uint32)
+        mixed = (digest + rows * jnp.uint32(2654435761)) * jnp.uint32(2246822519)
+        number = ((mixed ^ (mixed >> jnp.uint32(13))) % jnp.uint32(num_draft_tokens + 1)).astype(jnp.int32)
+        return jnp.minimum(number, inputs.num_drafts), state
+
+    return policies.from_function(decide, name="random decision table")
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 2, 1, 3, 500), Shape(2, 3, 1, 3, 100), Shape(2, 2, 2, 2, 30)])
+def test_any_function_of_all_draws_is_exact_under_the_deferred_rule_alone(shape):
+    policy = random_decision_table(shape.num_draft_tokens)
+    draft, target, prompts = random_models(3, shape)
+    for rule in RULES:
+        output = exact_output_law(
+            policy,
+            draft,
+            target,
+            rule=rule,
+            num_draft_tokens=shape.num_draft_tokens,
+            num_tokens=shape.num_tokens,
+            prompts=prompts,
+            num_requests=shape.num_requests,
+        )
+        distance = total_variation(output)
+        if rule == "deferred":
+            assert distance.max() < EXACT
+        else:  # nearly every table bends the law of nearly every model
+            assert np.median(distance) > BENT and distance.max() > 0.1, distance
 
 
 def agrees(finding, verdict):
