@@ -20,7 +20,6 @@ from specav.sampling import SamplingParams
 from specav.survival import valid_slots
 
 B, K = 6, 4
-COSTS = rising_costs(B, K)
 SEEDS = range(20)
 
 
@@ -118,43 +117,22 @@ LEAKS = {
     "after four rounds": (user(after_four_rounds, counter), STANDARD, "prefix"),
     "after a clean sweep": (user(after_a_clean_sweep), BOTH, "prefix"),
     "sum of tokens": (user(sum_of_tokens), BOTH, "prefix"),
-    "drawn q": (policies.threshold("logit_q_sampled", 0.0), STANDARD, "prefix"),
     "drawn acceptance": (policies.threshold("acceptance", 0.5), STANDARD, "draw"),
-    "sampled EAGLE-2": (policies.cumulative_confidence(0.4), STANDARD, "prefix"),
-    "tetris": (policies.tetris(B * K // 2), STANDARD, "prefix"),
-    "drawn trimmer": (policies.trimmer(COSTS), STANDARD, "draw"),
-    "drawn early stop": (policies.early_stop(COSTS), STANDARD, "draw"),
-    "live argmax": (policies.live_argmax(stair_costs(B, K)), BOTH, "prefix"),
-    "drawn live argmax": (policies.live_argmax(stair_costs(B, K)), BOTH, "draw"),
-    "block mean": (policies.mean_threshold("logit_q_max", 1.0), BOTH, "prefix"),
-    "n_min": (policies.clear_short(policies.threshold("logit_q_sampled", 0.0), 2), BOTH, "prefix"),
-    "n_min of max q": (policies.clear_short(policies.threshold("logit_q_max", 0.0), 3), BOTH, "prefix"),
 }
 JOINT_LEAKS = {
     # The free row reveals every request's first draft and second law.
     "neighbour": (user(neighbour_decides), STANDARD),
     "neighbour's law": (user(neighbours_law_decides), STANDARD),
-    "batch mean": (policies.mean_threshold("logit_q_max", 1.0, over="batch"), BOTH),
 }
 EXACT = {
-    "everything": (policies.everything(), BOTH, "prefix"),
-    "fixed": (policies.fixed(2), BOTH, "draw"),
-    "max q": (policies.threshold("logit_q_max", 0.0), BOTH, "prefix"),
-    "drawn q": (policies.threshold("logit_q_sampled", 0.0), ("coupled",), "prefix"),
+    "drawn acceptance": (policies.threshold("acceptance", 0.5), ("coupled",), "draw"),
     "acceptance": (policies.threshold("acceptance", 0.5), BOTH, "prefix"),
     "survival": (policies.survival_threshold(0.3), BOTH, "prefix"),
-    "entropy": (policies.entropy_stop(0.15, 0.3), BOTH, "prefix"),
-    "stop after": (policies.confidence_stop(0.5), BOTH, "prefix"),
-    "SpecDec++": (policies.specdec_stop(0.5), BOTH, "draw"),
-    "Draft & Verify": (policies.draft_and_verify(initial=0.5, step=0.1, num_requests=B), BOTH, "prefix"),
     "next law": (user(next_law_decides), ("coupled",), "prefix"),
+    "neighbour": (user(neighbour_decides), ("coupled",), "prefix"),
+    "neighbour's law": (user(neighbours_law_decides), ("coupled",), "prefix"),
     "after four rounds": (user(after_four_rounds, counter), ("coupled",), "prefix"),
-    "trimmer": (policies.trimmer(COSTS), BOTH, "prefix"),
-    "trimmer, pairwise": (policies.trimmer(COSTS, method="pairwise"), ("standard",), "prefix"),
-    "drawn trimmer": (policies.trimmer(COSTS, initial_budget=7), ("coupled",), "draw"),
-    "early stop": (policies.early_stop(COSTS), BOTH, "prefix"),
-    "drawn early stop": (policies.early_stop(COSTS), ("coupled",), "draw"),
-    "tetris": (policies.tetris(B * K // 2), ("coupled",), "prefix"),
+    "pairwise trimmer": (policies.trimmer(rising_costs(B, K), initial_budget=7, method="pairwise"), BOTH, "prefix"),
 }
 
 
@@ -163,9 +141,9 @@ def cases(table):
 
 
 @pytest.mark.parametrize(("name", "rule"), cases(LEAKS))
-def test_leaks_are_found_in_every_seed(name, rule):
+def test_leaks_of_users_are_found_in_every_seed(name, rule):
     policy, _, depends_on = LEAKS[name]
-    for seed in SEEDS:
+    for seed in SEEDS[:8]:
         finding = check(policy, rule, acceptance_depends_on=depends_on, seed=seed)
         assert finding.marginal is not None and finding.joint is not None, (seed, str(finding))
         assert not finding.passed
@@ -178,8 +156,8 @@ def test_leaks_are_found_in_every_seed(name, rule):
 @pytest.mark.parametrize(("name", "rule"), cases(JOINT_LEAKS))
 def test_leaks_across_requests_are_told_apart(name, rule):
     policy, _ = JOINT_LEAKS[name]
-    for seed in SEEDS:
-        finding = check(policy, rule, seed=seed, num_scenarios=96)
+    for seed in SEEDS[:8]:
+        finding = check(policy, rule, seed=seed, num_scenarios=64)
         assert finding.marginal is None, str(finding)
         assert finding.joint is not None, (seed, str(finding))
         assert_holds(finding.joint, policy, rule, "prefix")
@@ -236,35 +214,46 @@ def assert_holds(witness, policy, rule, depends_on):
         assert b.draft_tokens[change.request, change.position - 1] == change.after
 
 
+def rounds(exact, marginal):
+    """Scenarios: few where a search goes on to the end, for it finds nothing, or nothing marginal."""
+    return 256 if exact else 96 if marginal else None
+
+
 @pytest.mark.parametrize("practice", CATALOGUE, ids=lambda practice: practice.name)
 def test_the_catalogue_agrees_with_its_declarations(practice):
-    """What a policy of the library declares and what the search finds are two independent views."""
+    """What a policy of the library declares and what the search finds: two independent views, in 20 of 20 seeds."""
     policy = practice.policy(B, K)
     depends_on = practice.acceptance_depends_on
     declared = policies.verdict(policy, acceptance_depends_on=depends_on, drafter=practice.scheme.drafter)
     for rule in BOTH:
-        exact = rule in declared.joint
-        finding = check(
-            policy,
-            rule,
-            drafter=practice.scheme,
-            acceptance_depends_on=depends_on,
-            num_scenarios=256 if exact else None,
-        )
-        assert (finding.marginal is None) == (rule in declared.marginal), str(finding)
-        assert (finding.joint is None) == exact, str(finding)
+        marginal, joint = rule in declared.marginal, rule in declared.joint
+        options = {"drafter": practice.scheme, "acceptance_depends_on": depends_on}
+        for seed in SEEDS[:1] if joint else SEEDS:
+            finding = check(policy, rule, seed=seed, num_scenarios=rounds(joint, marginal), **options)
+            assert (finding.marginal is None) == marginal, (seed, str(finding))
+            assert (finding.joint is None) == joint, (seed, str(finding))
+            for witness in (finding.marginal, finding.joint):
+                if witness is not None:
+                    assert_holds(witness, policy, rule, depends_on)
 
 
-@pytest.mark.parametrize("name", ["drawn q", "live argmax", "n_min", "block mean"])
-def test_production_shapes(name):
-    policy, rules, depends_on = LEAKS[name]
-    policy = policies.live_argmax(stair_costs(64, 8)) if name == "live argmax" else policy
-    finding = check_non_anticipating(policy, rule=rules[-1], acceptance_depends_on=depends_on)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("threshold on drawn q, discarding", "standard"),
+        ("live argmax, max q", "coupled"),
+        ("n_min clearing", "coupled"),
+    ],
+)
+def test_production_shapes(name, rule):
+    (practice,) = (practice for practice in CATALOGUE if practice.name == name)
+    policy = practice.policy(64, 8)
+    finding = check_non_anticipating(policy, rule=rule)
     assert finding.marginal is not None and finding.joint is not None, str(finding)
     assert (finding.num_requests, finding.num_draft_tokens) == (64, 8)
     assert finding.marginal.inputs_before.draft_tokens.shape == (64, 8)
     assert len(finding.marginal.changed) <= 3
-    assert_holds(finding.marginal, policy, rules[-1], depends_on)
+    assert_holds(finding.marginal, policy, rule, "prefix")
 
 
 def test_production_shapes_take_less_than_half_a_minute():
@@ -281,19 +270,13 @@ def test_every_leak_of_the_catalogue_is_found_at_production_shapes(practice):
     depends_on = practice.acceptance_depends_on
     declared = policies.verdict(policy, acceptance_depends_on=depends_on, drafter=practice.scheme.drafter)
     for rule in BOTH:
-        for seed in SEEDS if rule not in declared.joint else range(2):
-            # Where only the joint law is bent, the marginal search goes on to the end: a few rounds will do.
-            number = 96 if rule in declared.marginal and rule not in declared.joint else None
-            finding = check_non_anticipating(
-                policy,
-                rule=rule,
-                drafter=practice.scheme,
-                acceptance_depends_on=depends_on,
-                seed=seed,
-                num_scenarios=number,
-            )
-            assert (finding.marginal is None) == (rule in declared.marginal), (seed, str(finding))
-            assert (finding.joint is None) == (rule in declared.joint), (seed, str(finding))
+        marginal, joint = rule in declared.marginal, rule in declared.joint
+        options = {"drafter": practice.scheme, "acceptance_depends_on": depends_on}
+        for seed in SEEDS[:2] if joint else SEEDS:
+            number = None if joint else rounds(joint, marginal)
+            finding = check_non_anticipating(policy, rule=rule, seed=seed, num_scenarios=number, **options)
+            assert (finding.marginal is None) == marginal, (seed, str(finding))
+            assert (finding.joint is None) == joint, (seed, str(finding))
 
 
 @pytest.mark.parametrize("rule", BOTH)
@@ -305,7 +288,7 @@ def test_parallel_drafters_may_look_at_all_laws(rule):
         policies.live_argmax(stair_costs(B, K)),
         user(next_law_decides),
     ):
-        assert check(policy, rule, drafter="parallel", num_scenarios=320).passed
+        assert check(policy, rule, drafter="parallel", num_scenarios=128).passed
     finding = check(user(next_draw_decides), rule, drafter="parallel")
     assert finding.marginal is not None and finding.joint is not None
     assert_holds(finding.marginal, user(next_draw_decides), rule, "prefix")

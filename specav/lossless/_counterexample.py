@@ -92,10 +92,9 @@ class Decider:
 
     def decide_once(self, chain, tokens):
         """One block, apart from all others: (num_verified [B], state, inputs)."""
-        inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), policy_inputs(self.scenarios, *_one(chain, tokens)))
-        inputs = inputs._replace(survival=survival_probabilities(inputs.acceptance, inputs.num_drafts))
-        state = jax.tree.map(lambda leaf: leaf[chain], self.states)
-        return np.asarray(_decision(self.policy.decide, state, inputs)), state, inputs
+        inputs = jax.tree.map(lambda leaf: leaf[0], policy_inputs(self.scenarios, *_one(chain, tokens)))
+        decided, state, survival = _decision(self.policy.decide, self.states, np.int32(chain), inputs)
+        return np.asarray(decided), state, inputs._replace(survival=survival)
 
     def num_revealed(self, which, decided):
         """How many drafts of each request are revealed by these counts, int [N, B]."""
@@ -124,7 +123,14 @@ def witness_of(decider: Decider, moves: list[Move]) -> Witness | None:
         if move.request is not None:
             differs &= np.arange(len(differs)) == move.request
         if differs.any():
-            return _witness(decider, move, before, after, differs, (state, inputs_before, inputs_after))
+            return _witness(
+                decider,
+                move,
+                before,
+                after,
+                differs,
+                tuple(jax.tree.map(jnp.asarray, (state, inputs_before, inputs_after))),
+            )
     return None
 
 
@@ -241,6 +247,8 @@ def _decisions(decide, states, which, inputs):
 
 
 @functools.partial(jax.jit, static_argnames="decide")
-def _decision(decide, state, inputs):
-    """num_verified [B] of one block."""
-    return jnp.clip(decide(state, inputs)[0], 0, inputs.num_drafts)
+def _decision(decide, states, chain, inputs):
+    """(num_verified [B], the state it was decided in, survival) of one block."""
+    state = jax.tree.map(lambda leaf: leaf[chain], states)
+    inputs = inputs._replace(survival=survival_probabilities(inputs.acceptance, inputs.num_drafts))
+    return jnp.clip(decide(state, inputs)[0], 0, inputs.num_drafts), state, inputs.survival

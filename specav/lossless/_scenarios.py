@@ -15,7 +15,7 @@ from specav.features import FEATURES, DraftFeatures, draft_features
 from specav.lossless.scheme import Scheme
 from specav.policies import PolicyInputs
 
-_ROWS = 128  # laws in the pool of a scenario
+_ROWS = 64  # laws in the pool of a scenario
 # How a token is proposed: from its law, uniformly, the most likely one, the least likely one; the one with the best
 # prospects (survival summed over the rest of the block), the one with the worst. Whatever has positive probability may
 # happen, so that a decision must not change under any of them. The last two move sums over a batch the most.
