@@ -133,7 +133,7 @@ def repeated_total_variation(practice: Practice, seed: int = 0, trials: int = 24
         favoured = emitted > promised
         number = np.arange(LONG + 1)
         laws = [stats.binom.pmf(number, LONG, law[favoured].sum()) for law in (emitted, promised)]
-        found.append(total_variation(*laws))
+        found.append(float(total_variation(*laws)))
     return max(found)
 
 

@@ -14,7 +14,7 @@ References:
   Pearson, On the criterion that a given system of deviations ..., Philosophical Magazine 50, 1900.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -148,4 +148,5 @@ def _noncentrality(level, power, freedom):
 
     while shortfall(high) < 0:
         high *= 2
-    return optimize.brentq(shortfall, 1e-9, high)
+    root: Any = optimize.brentq(shortfall, 1e-9, high)
+    return float(root)
