@@ -112,8 +112,8 @@ class Decider:
 def witness_of(decider: Decider, moves: list[Move]) -> Witness | None:
     """The first of some moves, shrunk and confirmed; None if there are none.
 
-    Confirmed: the policy is called on each input alone, in the same compiled form. What moved under vmap by rounding
-    only is no counterexample.
+    Confirmed: the policy is called on each input alone, in the same compiled form, and what changed is not revealed by
+    what it decides there. What moved under vmap by rounding only is no counterexample.
     """
     for move in moves[:_ATTEMPTS]:
         move = _shrink(decider, move)
@@ -122,15 +122,11 @@ def witness_of(decider: Decider, moves: list[Move]) -> Witness | None:
         differs = before != after
         if move.request is not None:
             differs &= np.arange(len(differs)) == move.request
-        if differs.any():
-            return _witness(
-                decider,
-                move,
-                before,
-                after,
-                differs,
-                tuple(jax.tree.map(jnp.asarray, (state, inputs_before, inputs_after))),
-            )
+        revealed = decider.num_revealed(np.array([move.chain]), before[None])[0]
+        hidden = np.arange(move.before.shape[1]) >= revealed[:, None]
+        if differs.any() and hidden[move.before != move.after].all():
+            evidence = jax.tree.map(jnp.asarray, (state, inputs_before, inputs_after))
+            return _witness(decider, move, before, after, differs, evidence)
     return None
 
 
